@@ -1,0 +1,364 @@
+"""A plan: what is to be done to which model, under which budget, at which predicted cost.
+
+One YAML file, short enough to review. Layers count from 0 in the model as it was before the plan.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, assert_never
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gccompress.errors import PlanError
+from gccompress.files import write_text
+from gccompress.roles import SAME_INPUT, WRITES_RESIDUAL, Role
+from gccompress.sizes import (
+    ModelShape,
+    low_rank_params,
+    shared_input_params,
+    shared_output_params,
+)
+
+PLAN_VERSION = 1
+LARGEST_PLAN_FILE = 16_000_000  # bytes; a 200-layer plan has well under one megabyte
+
+
+class Strict(BaseModel):
+    """A frozen schema in which an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Move(Strict):
+    """What every move says of itself: its predicted cost and what it saves.
+
+    Attributes:
+        loss: predicted nats per token, uncalibrated second order (None: not predicted).
+        saves: decoder-projection parameters that disappear.
+    """
+
+    loss: float | None = None
+    saves: int = 0
+
+
+class DropLayers(Move):
+    """Remove whole decoder layers."""
+
+    do: Literal["drop_layers"] = "drop_layers"
+    layers: tuple[int, ...]
+
+
+class LowRank(Move):
+    """Factor one matrix: `W ~ up [out, rank] @ down [rank, in]`."""
+
+    do: Literal["low_rank"] = "low_rank"
+    role: Role
+    layer: int
+    rank: int = Field(ge=1)
+
+
+class ShareInput(Move):
+    """One basis `[rank, in]` for several matrices: `W_l ~ C_l B`."""
+
+    do: Literal["share_input"] = "share_input"
+    roles: tuple[Role, ...] = Field(min_length=1)
+    layers: tuple[int, ...] = Field(min_length=1)
+    rank: int = Field(ge=1)
+
+
+class ShareOutput(Move):
+    """One basis `[out, rank]` for several matrices: `W_l ~ U C_l`."""
+
+    do: Literal["share_output"] = "share_output"
+    roles: tuple[Role, ...] = Field(min_length=1)
+    layers: tuple[int, ...] = Field(min_length=1)
+    rank: int = Field(ge=1)
+
+
+AnyMove = Annotated[DropLayers | LowRank | ShareInput | ShareOutput, Field(discriminator="do")]
+
+
+class PlannedModel(Strict):
+    """The model a plan was made for, by name, content hash and size."""
+
+    name: str
+    hash: str
+    revision: str | None = None
+    model_type: str
+    layers: int = Field(ge=1)
+    decoder_params: int = Field(ge=1)
+    total_params: int = Field(ge=1)
+
+
+class Calibration(Strict):
+    """Where the moments came from: enough to find them in the cache or to make them again."""
+
+    source: str
+    hash: str
+    tokens: int = Field(ge=1)
+    seqlen: int = Field(ge=1)
+    seed: int
+    fisher: str
+    heldout_tokens: int = Field(ge=0)
+    dtype: str
+
+
+class Budget(Strict):
+    """What was asked for: a share of the decoder projections, or bytes of the checkpoint."""
+
+    keep: float | None = Field(default=None, gt=0, le=1)
+    max_size: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one(self) -> "Budget":
+        if (self.keep is None) == (self.max_size is None):
+            raise ValueError("a budget has exactly one of keep, max_size")
+        return self
+
+
+class Prediction(Strict):
+    """What the plan is expected to give.
+
+    Attributes:
+        params_kept: share of decoder-projection parameters kept, in (0, 1].
+        params: parameters of the whole model afterwards, tied ones once.
+        bytes: bytes of its weights as they will be stored.
+        loss: sum of the moves' predicted nats per token (second order, uncalibrated).
+        ppl: perplexity on held-out calibration text; low and high bound it.
+        measured: True when ppl was measured in memory on that text, False when extrapolated.
+    """
+
+    params_kept: float
+    params: int
+    bytes: int
+    loss: float | None = None
+    dense_ppl: float | None = None
+    ppl: float | None = None
+    ppl_low: float | None = None
+    ppl_high: float | None = None
+    measured: bool = False
+
+
+class Plan(Strict):
+    """A reviewable compression plan; see the module docstring."""
+
+    format: Literal["gccompress-plan"] = "gccompress-plan"
+    version: Literal[1] = 1
+    strategy: str
+    budget: Budget
+    model: PlannedModel
+    calibration: Calibration | None = None
+    prediction: Prediction
+    options: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    moves: tuple[AnyMove, ...]
+
+    def to_yaml(self) -> str:
+        """Return the plan as YAML, one line per move."""
+        fields = self.model_dump(mode="json", exclude={"moves"})
+        head = yaml.safe_dump(fields, sort_keys=False, width=100)
+        lines = [
+            "- "
+            + yaml.safe_dump(_short(move), sort_keys=False, default_flow_style=True, width=10_000)
+            for move in self.moves
+        ]
+        return head + ("moves:\n" + "".join(lines) if lines else "moves: []\n")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan atomically."""
+        write_text(Path(path), self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read and check a plan file.
+
+        Raises:
+            PlanError: not there, not YAML, not a plan, an unknown key, another version, or
+                moves that contradict each other.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > LARGEST_PLAN_FILE:
+                raise PlanError(f"{path}: larger than any plan; wanted a plan.yaml")
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise PlanError(f"no plan at {path}; make one: gccompress plan --model MODEL") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: not readable as a plan ({error})") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "plan") -> "Plan":
+        """Read a plan from YAML text; errors name `name`. Raises `PlanError`."""
+        try:
+            data = yaml.load(text, Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            where = " ".join(str(error).split())
+            raise PlanError(f"{name}: not YAML: {where}") from error
+        if not isinstance(data, dict) or data.get("format") != "gccompress-plan":
+            raise PlanError(
+                f"{name}: not a plan; wanted YAML beginning with 'format: gccompress-plan'"
+            )
+        if data.get("version") != PLAN_VERSION:
+            raise PlanError(
+                f"{name}: plan version {data.get('version')!r}, this gccompress reads "
+                f"{PLAN_VERSION}; make the plan again or install the matching gccompress"
+            )
+        try:
+            plan = cls.model_validate(data)
+        except ValidationError as error:
+            raise PlanError(f"{name}: {_first_error(error, data)}") from error
+        plan.check_moves(name)
+        return plan
+
+    def check_moves(self, name: str = "plan") -> None:
+        """Raise `PlanError` when a move names a layer that is not there, or a matrix twice."""
+        taken: dict[tuple[Role, int], int] = {}
+        dropped: set[int] = set()
+        for number, move in enumerate(self.moves):
+            what = f"{name}: moves[{number}] ({move.do})"
+            for layer in move_layers(move):
+                if not 0 <= layer < self.model.layers:
+                    raise PlanError(f"{what}: layer {layer} is not in 0..{self.model.layers - 1}")
+            if isinstance(move, DropLayers):
+                if len(set(move.layers)) != len(move.layers) or dropped & set(move.layers):
+                    raise PlanError(f"{what}: a layer is dropped twice")
+                dropped |= set(move.layers)
+            _check_sharing(move, what)
+            for matrix in move_matrices(move):
+                if matrix in taken:
+                    raise PlanError(
+                        f"{what}: layer {matrix[1]} {matrix[0]} is already in "
+                        f"moves[{taken[matrix]}]; leave one"
+                    )
+                taken[matrix] = number
+        if len(dropped) == self.model.layers:
+            raise PlanError(f"{name}: drops all {self.model.layers} layers; leave at least one")
+        for role, layer in taken:
+            if layer in dropped:
+                raise PlanError(f"{name}: layer {layer} is dropped, yet its {role} is factored")
+
+
+def move_layers(move: AnyMove) -> tuple[int, ...]:
+    """Return the layers a move names."""
+    return (move.layer,) if isinstance(move, LowRank) else move.layers
+
+
+def move_matrices(move: AnyMove) -> tuple[tuple[Role, int], ...]:
+    """Return the (role, layer) pairs whose weights a move replaces, in a fixed order."""
+    match move:
+        case DropLayers():
+            return ()
+        case LowRank():
+            return ((move.role, move.layer),)
+        case ShareInput() | ShareOutput():
+            return tuple((role, layer) for layer in move.layers for role in move.roles)
+        case _:
+            assert_never(move)
+
+
+def move_params(move: AnyMove, shape: ModelShape) -> int:
+    """Return the decoder-projection parameters that a move's matrices take afterwards.
+
+    Raises:
+        PlanError: a role the model has not, a rank above what the matrices allow, or a
+            factorisation that would not be smaller than what it replaces.
+    """
+    shapes: list[tuple[int, int]] = []
+    for role, layer in move_matrices(move):
+        if role not in shape.matrices:
+            raise PlanError(f"layer {layer} {role}: this model has no such projection")
+        shapes.append(shape.matrices[role])
+    match move:
+        case DropLayers():
+            return 0
+        case LowRank():
+            params, limit = low_rank_params(shapes[0], move.rank), min(shapes[0])
+        case ShareInput():
+            params = shared_input_params(shapes, move.rank)
+            limit = min(shapes[0][1], sum(rows for rows, _ in shapes))
+        case ShareOutput():
+            params = shared_output_params(shapes, move.rank)
+            limit = min(shapes[0][0], sum(cols for _, cols in shapes))
+        case _:
+            assert_never(move)
+    dense = sum(rows * cols for rows, cols in shapes)
+    role, layer = move_matrices(move)[0]
+    if move.rank > limit:
+        raise PlanError(
+            f"layer {layer} {role}: rank {move.rank} exceeds {limit}, the most it can have"
+        )
+    if params >= dense:
+        raise PlanError(
+            f"layer {layer} {role}: rank {move.rank} takes {params} parameters, dense takes "
+            f"{dense}; lower the rank or leave it dense"
+        )
+    return params
+
+
+def plan_params(moves: tuple[AnyMove, ...], shape: ModelShape) -> tuple[int, int]:
+    """Return (decoder-projection parameters, parameters of the whole model) after `moves`."""
+    decoder, total = shape.decoder_params(), shape.total_params
+    per_layer = sum(rows * cols for rows, cols in shape.matrices.values())
+    for move in moves:
+        if isinstance(move, DropLayers):
+            decoder -= per_layer * len(move.layers)
+            total -= shape.layer_params * len(move.layers)
+            continue
+        dense = sum(
+            shape.matrices[role][0] * shape.matrices[role][1] for role, _ in move_matrices(move)
+        )
+        change = move_params(move, shape) - dense
+        decoder += change
+        total += change
+    return decoder, total
+
+
+def _check_sharing(move: AnyMove, what: str) -> None:
+    """Raise when the matrices of a shared basis do not have one space in common."""
+    if isinstance(move, ShareInput) and not any(
+        set(move.roles) <= set(group) for group in SAME_INPUT
+    ):
+        raise PlanError(f"{what}: roles {_names(move.roles)} do not read the same input")
+    if (
+        isinstance(move, ShareOutput)
+        and len(move.roles) > 1
+        and not set(move.roles) <= WRITES_RESIDUAL
+    ):
+        raise PlanError(f"{what}: roles {_names(move.roles)} do not write the same output")
+    if not isinstance(move, LowRank) and len(set(move.layers)) != len(move.layers):
+        raise PlanError(f"{what}: a layer is named twice")
+
+
+def _names(roles: tuple[Role, ...]) -> str:
+    return ", ".join(role.value for role in roles)
+
+
+def _short(move: AnyMove) -> dict[str, Any]:
+    """Return a move's fields in reading order, its loss to four significant digits."""
+    data = move.model_dump(mode="json")
+    loss, saves = data.pop("loss"), data.pop("saves")
+    head = {"do": data.pop("do")}
+    tail = {"saves": saves} | ({} if loss is None else {"loss": float(f"{loss:.4g}")})
+    return head | data | tail
+
+
+def _first_error(error: ValidationError, data: dict[str, Any]) -> str:
+    """Return the first validation error as one line that names the offending leaf."""
+    # An unknown key is the likelier mistake than the known one it leaves missing.
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    leaf = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {leaf!r}; remove it"
+    found = repr(first.get("input"))
+    return f"{leaf}: {first['msg']} (found {found[:60]})"
+
+
+class _NoAliasLoader(yaml.SafeLoader):
+    """A safe loader without aliases, so that no small file can expand into a huge one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases (&, *) are not allowed")
+        return super().compose_node(parent, index)

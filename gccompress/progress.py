@@ -1,0 +1,24 @@
+"""Progress on stderr: a bar on a terminal, nothing elsewhere; silenced by the log level (--quiet)."""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger("gccompress")
+
+
+def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """Yield `items` behind a progress bar titled `what`, with the time left where it is known."""
+    if total is None and hasattr(items, "__len__"):
+        total = len(items)  # type: ignore[arg-type]
+    if not sys.stderr.isatty() or logger.getEffectiveLevel() > logging.INFO:
+        logger.info("%s", what)
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
+    yield from rich_track(items, what, total=total, console=Console(stderr=True), transient=True)

@@ -1,0 +1,61 @@
+"""Pure integers: rank <-> parameters, and where a factorisation stops saving. No torch here.
+
+A weight is `[out, in]`. Sizes count weights only; biases are the same before and after.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gccompress.roles import Role
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal LM that a plan needs.
+
+    Attributes:
+        layers: number of decoder layers.
+        matrices: `(out, in)` of each role's weight, the same in every layer.
+        layer_params: all parameters of one decoder layer (weights, biases, norms).
+        total_params: all parameters of the model, tied ones once.
+        bytes_per_param: bytes of a stored parameter (4 for float32, 2 for bfloat16).
+    """
+
+    layers: int
+    matrices: dict[Role, tuple[int, int]]
+    layer_params: int
+    total_params: int
+    bytes_per_param: int
+
+    def decoder_params(self) -> int:
+        """Return the parameters of all projections in all layers: the denominator of `keep`."""
+        return self.layers * sum(rows * cols for rows, cols in self.matrices.values())
+
+
+def low_rank_params(shape: tuple[int, int], rank: int) -> int:
+    """Return the parameters of `[out, rank] @ [rank, in]`."""
+    rows, cols = shape
+    return rank * (rows + cols)
+
+
+def shared_input_params(shapes: Sequence[tuple[int, int]], rank: int) -> int:
+    """Return the parameters of one basis `[rank, in]` and a coefficient `[out, rank]` per matrix."""
+    return rank * (shapes[0][1] + sum(rows for rows, _ in shapes))
+
+
+def shared_output_params(shapes: Sequence[tuple[int, int]], rank: int) -> int:
+    """Return the parameters of one basis `[out, rank]` and a coefficient `[rank, in]` per matrix."""
+    return rank * (shapes[0][0] + sum(cols for _, cols in shapes))
+
+
+def largest_saving_rank(dense: int, per_rank: int, multiple: int = 1) -> int:
+    """Return the largest rank, a multiple of `multiple`, strictly smaller than dense (0: none).
+
+    `dense` is the parameters of the dense group, `per_rank` those that one rank costs.
+    """
+    return (dense - 1) // per_rank // multiple * multiple
+
+
+def rank_for_share(dense: int, per_rank: int, share: float, multiple: int = 1) -> int:
+    """Return the largest rank whose parameters are at most `share` of the dense group's."""
+    return int(share * dense) // per_rank // multiple * multiple
