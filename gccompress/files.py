@@ -1,4 +1,4 @@
-"""Files on disk: the cache folder, content hashes, and writes that are whole or not there at all."""
+"""Files on disk: the cache folder, content hashes, and writes that are whole or not there."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from gccompress.errors import GccompressError
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path:
-    """Return the cache folder, made if absent: `cache_dir`, $GCCOMPRESS_CACHE or the user's cache."""
+    """Return the cache folder, made if absent: given, $GCCOMPRESS_CACHE or the user's cache."""
     if cache_dir is None:
         cache_dir = os.environ.get("GCCOMPRESS_CACHE")
     if cache_dir is None:

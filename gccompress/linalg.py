@@ -31,14 +31,6 @@ class Weighted:
         d = self.weight - approximation.to(self.weight)
         return 0.5 * float(((self.a @ d) * (d @ self.g)).sum())
 
-    def input_form(self) -> Tensor:
-        """Return `W^T A W [in, in]`."""
-        return self.weight.T @ self.a @ self.weight
-
-    def output_form(self) -> Tensor:
-        """Return `W G W^T [out, out]`."""
-        return self.weight @ self.g @ self.weight.T
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -106,14 +98,34 @@ def cholesky(moment: Tensor, what: str) -> tuple[Tensor, float]:
             )
 
 
-def spectrum(group: Sequence[Weighted], space: Space, what: str) -> Tensor:
+@dataclass(frozen=True)
+class Side:
+    """What one matrix brings to a shared basis in one space, enough to price it.
+
+    INPUT: `moment` is G, `form` is `W^T A W`, both `[in, in]`.
+    OUTPUT: `moment` is A, `form` is `W G W^T`, both `[out, out]`.
+    """
+
+    moment: Tensor
+    form: Tensor
+
+
+def side(matrix: Weighted, space: Space) -> Side:
+    """Return the moment and quadratic form of a matrix on the side of `space`."""
+    w = matrix.weight
+    if space is Space.INPUT:
+        return Side(matrix.g, w.T @ matrix.a @ w)
+    return Side(matrix.a, w @ matrix.g @ w.T)
+
+
+def spectrum(sides: Sequence[Side], what: str) -> Tensor:
     """Return the loss in nats per token that each further rank of a shared basis saves, descending.
 
     The sum beyond rank k is the predicted loss at rank k, with the group's mean moment as the
     metric of the shared side; refitting each coefficient on its own moment only lowers it.
-    A group of one is plain low rank: both spaces give the same values.
+    A group of one is plain low rank: both spaces give the same nonzero values.
     """
-    whitened, _, _ = _whitened_form(group, space, what)
+    whitened, _, _ = _whitened_form(sides, what)
     return torch.linalg.eigvalsh(whitened).flip(0).clamp_min(0) / 2
 
 
@@ -128,7 +140,7 @@ def factor(group: Sequence[Weighted], space: Space, rank: int, what: str) -> Fac
     Raises:
         NumericalError: a moment that cannot be factored; never a random or zero factor.
     """
-    whitened, s, jitter = _whitened_form(group, space, what)
+    whitened, s, jitter = _whitened_form([side(w, space) for w in group], what)
     vectors = torch.linalg.eigh(whitened).eigenvectors.flip(1)[:, :rank]
     if space is Space.INPUT:
         basis = torch.linalg.solve_triangular(s.T, vectors, upper=True).T
@@ -163,16 +175,10 @@ def round_to_nearest(weight: Tensor, bits: int, group: int) -> Tensor:
     return ((q - zero) * scale).reshape(rows, -1)[:, :cols]
 
 
-def _whitened_form(
-    group: Sequence[Weighted], space: Space, what: str
-) -> tuple[Tensor, Tensor, float]:
+def _whitened_form(sides: Sequence[Side], what: str) -> tuple[Tensor, Tensor, float]:
     """Return `S^T F S`, S and the jitter, F the summed quadratic form on the shared side."""
-    if space is Space.INPUT:
-        moment = sum((w.g for w in group), torch.zeros_like(group[0].g)) / len(group)
-        form = sum((w.input_form() for w in group), torch.zeros_like(group[0].g))
-    else:
-        moment = sum((w.a for w in group), torch.zeros_like(group[0].a)) / len(group)
-        form = sum((w.output_form() for w in group), torch.zeros_like(group[0].a))
+    moment = torch.stack([one.moment for one in sides]).mean(0)
+    form = torch.stack([one.form for one in sides]).sum(0)
     s, jitter = cholesky(moment, what)
     whitened = s.T @ form @ s
     return (whitened + whitened.T) / 2, s, jitter

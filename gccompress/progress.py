@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, nothing elsewhere; silenced by the log level (--quiet)."""
+"""Progress on stderr: a bar on a terminal, nothing elsewhere; the log level silences it."""
 
 import logging
 import sys

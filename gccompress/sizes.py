@@ -39,12 +39,12 @@ def low_rank_params(shape: tuple[int, int], rank: int) -> int:
 
 
 def shared_input_params(shapes: Sequence[tuple[int, int]], rank: int) -> int:
-    """Return the parameters of one basis `[rank, in]` and a coefficient `[out, rank]` per matrix."""
+    """Return the parameters of one basis `[rank, in]` and a coefficient `[out, rank]` each."""
     return rank * (shapes[0][1] + sum(rows for rows, _ in shapes))
 
 
 def shared_output_params(shapes: Sequence[tuple[int, int]], rank: int) -> int:
-    """Return the parameters of one basis `[out, rank]` and a coefficient `[rank, in]` per matrix."""
+    """Return the parameters of one basis `[out, rank]` and a coefficient `[rank, in]` each."""
     return rank * (shapes[0][0] + sum(cols for _, cols in shapes))
 
 
