@@ -3,20 +3,33 @@
 The model is reloaded from what was written and compared before the output folder appears.
 """
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 from torch import Tensor
 
+import gccompress
 from gccompress import linalg
-from gccompress.calibration import Moments
+from gccompress.calibration import recall
+from gccompress.checkpoints import (
+    checkpoint_bytes,
+    compress_in_place,
+    reload_difference,
+    save_checkpoint,
+)
 from gccompress.errors import CheckpointError, PlanError
+from gccompress.files import cache_folder, new_folder, refuse_non_empty
 from gccompress.linalg import Factors
+from gccompress.models import LoadedModel, open_model
+from gccompress.moments import Moments
 from gccompress.plan import (
     AnyMove,
     DropLayers,
@@ -31,6 +44,9 @@ from gccompress.planner.survey import Damping, alone_space, weighted
 from gccompress.progress import track
 from gccompress.roles import Role, Space
 from gccompress.view import ModelView, model_shape
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +176,6 @@ def compress(view: ModelView, moments: Moments | None, plan: Plan) -> tuple[Any,
     Raises:
         PlanError: the plan does not fit the model, or its sizes are not what the result has.
     """
-    from gccompress.checkpoints import compress_in_place
-
     _, params = plan_params(plan.moves, model_shape(view))
     built = build(view, moments, plan, damping_of(plan))
     for move in plan.moves:
@@ -184,6 +198,137 @@ def damping_of(plan: Plan) -> Damping:
     )
 
 
+@dataclass(frozen=True)
+class Applied:
+    """A compressed model and, when it was written, its checkpoint.
+
+    Attributes:
+        model: the compressed model, in memory.
+        path: the checkpoint's folder, or None.
+        params_before: parameters of the dense model, tied ones once.
+        params_after: of the compressed one.
+        bytes_after: bytes of the weight files, or None.
+        reload_max_abs_diff: largest logit difference between memory and the reloaded checkpoint.
+        jitter: largest share of a moment's mean diagonal added to factor it (0: none).
+    """
+
+    model: Any
+    path: Path | None
+    params_before: int
+    params_after: int
+    bytes_after: int | None
+    reload_max_abs_diff: float | None
+    jitter: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `gccompress apply --json` prints."""
+        return {
+            "path": None if self.path is None else str(self.path),
+            "params_before": self.params_before,
+            "params_after": self.params_after,
+            "bytes_after": self.bytes_after,
+            "reload_max_abs_diff": self.reload_max_abs_diff,
+            "jitter": self.jitter,
+        }
+
+    def table(self) -> "Table":
+        """Return the sizes and the check as a table."""
+        from rich.table import Table
+
+        table = Table(title=f"Checkpoint {self.path}", title_justify="left", show_header=False)
+        table.add_row("parameters before", f"{self.params_before:,}")
+        table.add_row("parameters after", f"{self.params_after:,}")
+        table.add_row("bytes of the weights", f"{self.bytes_after:,}")
+        table.add_row("largest logit difference after reloading", f"{self.reload_max_abs_diff:.3g}")
+        if self.jitter:
+            table.add_row("largest damping added to a moment", f"{self.jitter:.0e} of its diagonal")
+        return table
+
+
+def apply_plan(
+    plan: Plan | str | Path,
+    model: Any = None,
+    out: str | Path | None = None,
+    *,
+    allow_other_model: bool = False,
+    device: str = "auto",
+    dtype: str | None = None,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+) -> Applied:
+    """Carry out a plan on its model; with `out`, write the checkpoint, reload it and compare.
+
+    Args:
+        plan: a plan or the path of one.
+        model: where the model is (path, alias, hub id, in memory); None: where the plan found it.
+            A model in memory is turned into the compressed one, in place.
+        out: folder for the checkpoint, new or empty.
+        allow_other_model: accept a model whose hash is not the plan's (recorded in the checkpoint).
+        device: where to compute.
+        dtype: number type to compute in; weights are stored in the type the model was stored in.
+        cache_dir: where the moments are looked for.
+        trust_remote_code: run code that the model's folder brings.
+
+    Raises:
+        PlanError: another model, or moves that do not fit it.
+        GccompressError: the output folder is not empty, moments cannot be made again, ...
+        CheckpointError: the checkpoint does not reload as it was; nothing is left behind.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    path = None if out is None else Path(out)
+    if path is not None:
+        refuse_non_empty(path)
+    cache = cache_folder(cache_dir)
+    loaded = open_model(
+        plan.model.name if model is None else model,
+        device=device,
+        dtype=dtype,
+        revision=plan.model.revision if model is None else None,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+    other = loaded.source.hash != plan.model.hash
+    if other and not allow_other_model:
+        raise PlanError(
+            f"the plan is for {plan.model.name} ({plan.model.hash[:19]}), this is "
+            f"{loaded.source.name} ({loaded.source.hash[:19]}); make a plan for it, or pass "
+            "--allow-other-model"
+        )
+    if other:
+        logger.warning("the plan was made for another model (%s)", plan.model.name)
+    view = ModelView(loaded.model)
+    before = model_shape(view).total_params
+    factoring = any(not isinstance(move, DropLayers) for move in plan.moves)
+    moments = None
+    if factoring:
+        if plan.calibration is None:
+            raise PlanError("the plan factors matrices but names no calibration; make it again")
+        moments = recall(loaded, view, plan.calibration, cache)
+    compressed, jitter = compress(view, moments, plan)
+    compressed.to(loaded.source.stored_dtype)
+    after = sum(parameter.numel() for parameter in compressed.parameters())
+    written = difference = None
+    if path is not None:
+        files = {"plan.yaml": plan.to_yaml(), "gccompress.json": _provenance(plan, loaded, other)}
+        difference = write_checkpoint(compressed, loaded.tokenizer, path, files)
+        written = checkpoint_bytes(path)
+    return Applied(compressed, path, before, after, written, difference, jitter)
+
+
+def _provenance(plan: Plan, loaded: LoadedModel, other: bool) -> str:
+    """Return what is recorded beside the weights: base model, plan, versions."""
+    record = {
+        "base_model": loaded.source.name,
+        "base_model_hash": loaded.source.hash,
+        "plan_model_hash": plan.model.hash,
+        "allowed_other_model": other,
+        "plan_sha256": hashlib.sha256(plan.to_yaml().encode()).hexdigest(),
+        "versions": {name: version(name) for name in ("torch", "transformers")}
+        | {"gccompress": gccompress.__version__},
+    }
+    return json.dumps(record, indent=1)
+
+
 def write_checkpoint(
     model: Any, tokenizer: Any, out: Path, extra_files: Mapping[str, str]
 ) -> float:
@@ -193,9 +338,6 @@ def write_checkpoint(
         GccompressError: `out` is not empty, or the disk refuses.
         CheckpointError: the reloaded model differs by more than rounding; nothing is left behind.
     """
-    from gccompress.checkpoints import reload_difference, save_checkpoint
-    from gccompress.files import new_folder
-
     with new_folder(out) as temporary:
         save_checkpoint(model, tokenizer, temporary, extra_files=extra_files)
         difference = reload_difference(model, temporary)
@@ -208,9 +350,7 @@ def write_checkpoint(
     return difference
 
 
-def _low_rank(
-    factors: Factors, bias: Tensor | None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _low_rank(factors: Factors, bias: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the spec and parameters of one matrix factored alone."""
     if factors.space is Space.INPUT:
         up, down = factors.coefs[0], factors.basis
@@ -271,9 +411,7 @@ def _modules(
         yield name, {"kind": "concat", "parts": parts}, tensors
 
 
-def _dense(
-    view: ModelView, role: Role, layer: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _dense(view: ModelView, role: Role, layer: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the spec and parameters of a role that stays as it is beside factored ones."""
     weight, bias = view.weight(role, layer).clone(), view.bias(role, layer)
     rows, cols = weight.shape

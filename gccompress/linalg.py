@@ -16,6 +16,7 @@ from gccompress.roles import Space
 
 FIRST_JITTER = 1e-10  # of the mean diagonal; enough for a positive matrix that only lost rounding
 LARGEST_JITTER = 1e-2
+SMALLEST_PIVOT = 1e-6  # of the root mean diagonal: below it a pivot is rounding
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def cholesky(moment: Tensor, what: str) -> tuple[Tensor, float]:
         m.diagonal().add_(jitter * mean)
         factor, failed = torch.linalg.cholesky_ex(m)
         # A factor with a pivot lost to rounding would pass the test and give a wild inverse.
-        if not failed and bool(factor.diagonal().min() > 1e-8 * mean.sqrt()):
+        if not failed and bool(factor.diagonal().min() > SMALLEST_PIVOT * mean.sqrt()):
             return factor, jitter
         jitter = jitter * 10 if jitter else FIRST_JITTER
         if jitter > LARGEST_JITTER:

@@ -115,6 +115,12 @@ class Budget(Strict):
             raise ValueError("a budget has exactly one of keep, max_size")
         return self
 
+    def __str__(self) -> str:
+        """Return the budget in words."""
+        if self.keep is not None:
+            return f"keep {self.keep:g} of the decoder projections"
+        return f"at most {self.max_size} bytes"
+
 
 class Prediction(Strict):
     """What the plan is expected to give.
@@ -192,7 +198,7 @@ class Plan(Strict):
     def parse(cls, text: str, name: str = "plan") -> "Plan":
         """Read a plan from YAML text; errors name `name`. Raises `PlanError`."""
         try:
-            data = yaml.load(text, Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
+            data = yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             where = " ".join(str(error).split())
             raise PlanError(f"{name}: not YAML: {where}") from error
@@ -355,10 +361,11 @@ def _first_error(error: ValidationError, data: dict[str, Any]) -> str:
     return f"{leaf}: {first['msg']} (found {found[:60]})"
 
 
-class _NoAliasLoader(yaml.SafeLoader):
+class NoAliasLoader(yaml.SafeLoader):
     """A safe loader without aliases, so that no small file can expand into a huge one."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases, else compose as usual."""
         if self.check_event(yaml.events.AliasEvent):
             raise yaml.YAMLError("aliases (&, *) are not allowed")
         return super().compose_node(parent, index)

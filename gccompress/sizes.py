@@ -18,6 +18,7 @@ class ModelShape:
         matrices: `(out, in)` of each role's weight, the same in every layer.
         layer_params: all parameters of one decoder layer (weights, biases, norms).
         total_params: all parameters of the model, tied ones once.
+        head_params: parameters of the output projection, tied or not: it is multiplied either way.
         bytes_per_param: bytes of a stored parameter (4 for float32, 2 for bfloat16).
     """
 
@@ -25,6 +26,7 @@ class ModelShape:
     matrices: dict[Role, tuple[int, int]]
     layer_params: int
     total_params: int
+    head_params: int
     bytes_per_param: int
 
     def decoder_params(self) -> int:

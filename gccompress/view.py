@@ -340,5 +340,6 @@ def model_shape(view: ModelView) -> ModelShape:
         matrices={role: view.shape(role, 0) for role in view.roles},
         layer_params=layer,
         total_params=total,
+        head_params=model.get_output_embeddings().weight.numel(),
         bytes_per_param=model.dtype.itemsize,
     )

@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from gccompress import linalg
-from gccompress.calibration import Moments
 from gccompress.files import new_file
 from gccompress.linalg import Side, Weighted
+from gccompress.moments import Moments
 from gccompress.plan import LowRank, ShareInput, ShareOutput
 from gccompress.progress import track
 from gccompress.roles import Role, Space

@@ -1,0 +1,493 @@
+"""The command line: thin. Tables on stdout, progress and logs on stderr, one line per error.
+
+Exit codes: 0 done, 2 bad input, 130 interrupted, 1 a fault of gccompress (with its traceback).
+"""
+
+import json
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gccompress.errors import GccompressError
+
+if TYPE_CHECKING:
+    from gccompress.planner import Choice
+
+app = typer.Typer(
+    help="""Make a language model smaller, and know beforehand what it costs.
+
+The usual path: [bold]analyze[/bold] shows which projections point the same way in adjacent
+layers, [bold]plan[/bold] compares what each way of shrinking would cost at your budget and writes
+the best as plan.yaml, [bold]apply[/bold] carries it out and checks the checkpoint,
+[bold]evaluate[/bold] scores it. [bold]run[/bold] does all four from one recipe; [bold]demo[/bold]
+does it offline on a small model that is installed beside gccompress.
+
+MODEL is an alias (gccompress models), a hub id, a local folder, or a .gguf file.""",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="Alias, hub id, local folder or .gguf file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub model.", show_default="main")
+]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        help="Where converted models, moments and sampled text are kept.",
+        show_default="$GCCOMPRESS_CACHE or the user's cache folder",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
+]
+
+
+class Dtype(StrEnum):
+    """Number types that weights can be computed in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(help="Compute in this type.", show_default="float32 on CPU, as stored on CUDA"),
+]
+
+
+class Strategy(StrEnum):
+    """How a plan is made."""
+
+    auto = "auto"
+    share = "share"
+    lowrank = "lowrank"
+    prune = "prune"
+
+
+class Spaces(StrEnum):
+    """Which spaces may be shared."""
+
+    measured = "measured"
+    paper = "paper"
+
+
+class ProbeChoice(StrEnum):
+    """Which candidates are measured in memory."""
+
+    chosen = "chosen"
+    all = "all"
+    none = "none"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("gccompress"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress, only warnings.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Debug messages on stderr.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Set up logging for every command."""
+    level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("gccompress").setLevel(level)
+    _quiet_libraries()
+
+
+@app.command()
+def analyze(
+    model: Model,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Folder for continuity.json and the figures."),
+    ] = None,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far adjacent layers point the same way, for each projection.
+
+    Prints |cos| of the leading input (v1) and output (u1) directions of neighbours beside what
+    random directions would give, the alignment of the whole spectra, and which space is shared.
+
+    Example: gccompress analyze smollm2-135m -o continuity
+    """
+    from gccompress.continuity import analyze as measure
+    from gccompress.files import refuse_non_empty
+
+    if out is not None:
+        refuse_non_empty(out)
+    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
+    report = measure(loaded, cache_dir=cache_dir)
+    if out is not None:
+        report.save(out)
+    if as_json:
+        print(report.to_json())
+        return
+    _show(report.table())
+    if out is not None:
+        print(f"Written to {out}")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Alias, hub id, local folder or .gguf file.")],
+    keep: Annotated[
+        float | None,
+        typer.Option(help="Share of decoder-projection parameters to keep, in (0, 1]."),
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Bytes of the whole checkpoint, such as 200MB or 1.5GiB.")
+    ] = None,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            help="auto: one price for every rank of every matrix; share: one basis per group of "
+            "layers; lowrank: every matrix alone; prune: drop layers."
+        ),
+    ] = Strategy.auto,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The plan's file.")] = Path("plan.yaml"),
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="self (sampled from the model: no download), wikitext2, a text or JSONL file "
+            "(.gz and .xz too), or a hub data set."
+        ),
+    ] = "self",
+    calibration_tokens: Annotated[
+        int, typer.Option(help="Tokens that go into the moments.")
+    ] = 16384,
+    heldout_tokens: Annotated[
+        int, typer.Option(help="Further tokens, on which the plan is tried in memory.")
+    ] = 4096,
+    seqlen: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    fisher: Annotated[
+        str,
+        typer.Option(help="Gradients of the text's own labels and of N sampled ones: data+N."),
+    ] = "data+1",
+    spaces: Annotated[
+        Spaces, typer.Option(help="Share the spaces measured on this model, or the paper's.")
+    ] = Spaces.measured,
+    longest: Annotated[
+        int, typer.Option(min=1, help="auto: most adjacent layers on one basis.")
+    ] = 3,
+    group: Annotated[int, typer.Option(min=2, help="share: layers on one basis.")] = 2,
+    multiple: Annotated[int, typer.Option(min=1, help="Ranks are multiples of this.")] = 32,
+    probe: Annotated[
+        ProbeChoice,
+        typer.Option(help="Measure the chosen plan, all of them, or none on held-out text."),
+    ] = ProbeChoice.chosen,
+    seed: Annotated[int, typer.Option(help="Of sampled text and labels.")] = 0,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every way to meet a budget and write the chosen one as a plan to review.
+
+    Nothing is written but the plan. Moments and spectra are cached: another budget takes seconds.
+
+    Example: gccompress plan --model smollm2-135m --keep 0.8 -o plan.yaml
+    """
+    from gccompress.calibration import CalibrationOptions
+    from gccompress.moments import Fisher
+    from gccompress.planner import PlanOptions, budget_of, choose
+
+    budget = budget_of(keep, max_size)
+    plan_options = PlanOptions(
+        strategy=strategy.value,
+        spaces=spaces.value,
+        longest=longest,
+        group=group,
+        multiple=multiple,
+        probe=probe.value,
+    )
+    calibration_options = CalibrationOptions(
+        calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
+    )
+    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
+    choice = choose(
+        loaded,
+        budget,
+        options=plan_options,
+        calibration=calibration_options,
+        cache_dir=cache_dir,
+    )
+    choice.plan.save(out)
+    if as_json:
+        print(json.dumps(choice.to_dict(out)))
+        return
+    _show(choice.table())
+    _print_verdict(choice)
+    print(f"\nPlan written to {out}. Carry it out: gccompress apply {out} -o compressed")
+
+
+@app.command()
+def apply(
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.yaml.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the checkpoint.")],
+    model: Annotated[
+        str | None, typer.Option(help="Where the model is, if no longer where it was.")
+    ] = None,
+    allow_other_model: Annotated[
+        bool, typer.Option("--allow-other-model", help="Apply to a model with another hash.")
+    ] = False,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a plan: write the checkpoint, reload it, compare it.
+
+    Example: gccompress apply plan.yaml -o compressed
+    """
+    from gccompress.apply import apply_plan
+
+    done = apply_plan(
+        plan_path,
+        model,
+        out,
+        allow_other_model=allow_other_model,
+        device=device,
+        dtype=None if dtype is None else dtype.value,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print(json.dumps(done.to_dict()))
+        return
+    _show(done.table())
+    print(f"\nLoad it: {done.load_command()}")
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    baseline: Annotated[str | None, typer.Option(help="The dense model to compare with.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="Text file or data set.", show_default="sampled from the baseline"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to score.")] = 12288,
+    seqlen: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval tasks, comma separated: arc_easy,piqa.")
+    ] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(help="Folder with TASK_SPLIT.jsonl files, for work offline.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task.")] = None,
+    speed: Annotated[bool, typer.Option(help="Measure tokens per second.")] = True,
+    prompt: Annotated[
+        str | None, typer.Option(help="Continue this greedily with both models.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write JSON here.")] = None,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score a checkpoint: perplexity, KL to the dense model, tasks, size and speed.
+
+    Example: gccompress evaluate compressed --baseline smollm2-135m
+    """
+    from gccompress.evaluate import evaluate as score
+    from gccompress.files import write_text
+
+    result = score(
+        model,
+        baseline=baseline,
+        text=text,
+        tokens=tokens,
+        seqlen=seqlen,
+        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (),
+        task_data=task_data,
+        limit=limit,
+        speed=speed,
+        prompt=prompt,
+        device=device,
+        dtype=None if dtype is None else dtype.value,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+    if out is not None:
+        write_text(out, result.to_json())
+    if as_json:
+        print(result.to_json())
+        return
+    _show(result.table())
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged recipe.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything it makes.")],
+    device: Device = "auto",
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Do all stages of a recipe; started again, it goes on where it stopped.
+
+    Example: gccompress run demo -o runs/demo
+    """
+    _run(recipe, out, device, cache_dir, as_json)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything it makes.")] = (
+        Path("runs/demo")
+    ),
+    device: Device = "auto",
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Do the whole job on SmolLM2-135M at keep 0.8, offline, in under ten minutes on two cores.
+
+    Example: gccompress demo
+    """
+    _run("demo", out, device, cache_dir, as_json)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the aliases of known models and the supported families.
+
+    Example: gccompress models
+    """
+    from dataclasses import asdict
+
+    from gccompress.models import known_aliases
+
+    aliases = known_aliases()
+    if as_json:
+        print(json.dumps({"models": [asdict(alias) for alias in aliases]}))
+        return
+    from rich.table import Table
+
+    table = Table(title="Known models")
+    for column in ("alias", "hub id", "family", "parameters", "note"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for alias in aliases:
+        table.add_row(alias.name, alias.hub_id, alias.family, f"{alias.params:.3g}", alias.note)
+    _show(table)
+
+
+def _run(recipe: str, out: Path, device: str, cache_dir: str | None, as_json: bool) -> None:
+    from gccompress.pipeline import run as run_recipe
+
+    done = run_recipe(recipe, out, device=device, cache_dir=cache_dir)
+    if as_json:
+        print(json.dumps(done.to_dict()))
+        return
+    _show(done.evaluation.table())
+    for label, continuation in done.evaluation.continuations.items():
+        print(f"\n{label}: {continuation}")
+    print(f"\nCheckpoint: {done.checkpoint}\nLoad it: {done.load_command()}")
+
+
+def _open(
+    model: str,
+    device: str,
+    dtype: Dtype | None,
+    revision: str | None,
+    cache_dir: str | None,
+    trust_remote_code: bool,
+) -> Any:
+    from gccompress.models import open_model
+
+    return open_model(
+        model,
+        device=device,
+        dtype=None if dtype is None else dtype.value,
+        revision=revision,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _print_verdict(choice: "Choice") -> None:
+    """Print in one sentence what the plan does, and what it is expected to cost."""
+    print()
+    for line in choice.sentences():
+        print(line)
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    # Off a terminal rich would cut at 80 columns, in the middle of numbers.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' bars and notices off stderr; their warnings still come."""
+    import os
+
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; the console script. Exits with the codes of the module docstring."""
+    try:
+        app(args=arguments, standalone_mode=False)
+    except GccompressError as error:
+        print(f"gccompress: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("gccompress: interrupted; finished stages are kept", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        code = _usage_error(error)
+        if code is None:
+            raise
+        sys.exit(code)
+
+
+def _usage_error(error: Exception) -> int | None:
+    """Show a usage error the way typer does and return its exit code; None for anything else."""
+    show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
+    if isinstance(error, typer.Exit):
+        return int(error.exit_code)
+    if isinstance(error, typer.Abort):
+        return 130
+    if callable(show) and isinstance(code, int):
+        show()
+        return code
+    return None
+
+
+if __name__ == "__main__":
+    main()

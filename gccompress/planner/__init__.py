@@ -1,0 +1,24 @@
+"""The planner: candidates, one price for all of them, and the choice. `choose` is the main path."""
+
+from gccompress.planner.candidates import Candidate, Choice
+from gccompress.planner.choose import (
+    STRATEGIES,
+    PlanOptions,
+    budget_of,
+    choose,
+    make_plan,
+    options_of,
+)
+from gccompress.planner.survey import Damping
+
+__all__ = [
+    "STRATEGIES",
+    "Candidate",
+    "Choice",
+    "Damping",
+    "PlanOptions",
+    "budget_of",
+    "choose",
+    "make_plan",
+    "options_of",
+]

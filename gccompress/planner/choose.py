@@ -1,0 +1,375 @@
+"""From a model to a Plan: analyse, calibrate, price, let the strategies compete, probe."""
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal, get_args
+
+import gccompress
+from gccompress.calibration import (
+    Calibrated,
+    CalibrationOptions,
+    calibrate,
+    damping_warnings,
+)
+from gccompress.continuity import analyze, space_of
+from gccompress.errors import PlanError
+from gccompress.files import cache_folder
+from gccompress.models import LoadedModel, open_model
+from gccompress.moments import Fisher
+from gccompress.plan import (
+    AnyMove,
+    Budget,
+    Plan,
+    PlannedModel,
+    Prediction,
+    plan_params,
+)
+from gccompress.planner import strategies
+from gccompress.planner.candidates import Candidate, Choice
+from gccompress.planner.probe import Probe, probe, window_losses
+from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Damping, Survey, survey
+from gccompress.recipe import Recipe
+from gccompress.roles import PAPER_SPACE, Role, Space
+from gccompress.sizes import ModelShape
+from gccompress.view import ModelView, model_shape
+
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["auto", "share", "lowrank", "prune"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+# Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
+UNPROBED_SCALE = (1.5, 2.5, 4.0)
+HEADER_BYTES = 4096  # of a safetensors file, and about this much again per 30 tensors
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How plans are searched.
+
+    Attributes:
+        strategy: which candidate becomes the plan; `auto` is the allocated one.
+        spaces: shared spaces from what was `measured` on this model, or the `paper`'s table.
+        longest: most adjacent layers that `auto` lets share a basis (1: none).
+        group: layers per group of the uniform `share` strategy.
+        multiple: ranks are multiples of this.
+        damping: of the moments.
+        probe: measure `chosen` or `all` candidates in memory on held-out text, or `none`.
+    """
+
+    strategy: Strategy = "auto"
+    spaces: Literal["measured", "paper"] = "measured"
+    longest: int = 3
+    group: int = 2
+    multiple: int = 8
+    damping: Damping = field(default_factory=Damping)
+    probe: Literal["chosen", "all", "none"] = "chosen"
+
+
+def choose(
+    loaded: LoadedModel,
+    budget: Budget,
+    *,
+    options: PlanOptions | None = None,
+    calibration: CalibrationOptions | None = None,
+    cache_dir: str | None = None,
+) -> Choice:
+    """Return the plan that meets `budget`, and all candidates side by side.
+
+    Raises:
+        PlanError: the chosen strategy cannot meet the budget; says the closest that can be.
+        TextError, NumericalError, UnsupportedModelError: from the stages it runs.
+    """
+    options = options or PlanOptions()
+    cache = cache_folder(cache_dir)
+    view = ModelView(loaded.model)
+    shape = model_shape(view)
+    target = _decoder_budget(budget, shape)
+    spaces = _spaces(loaded, options, cache_dir)
+    calibrated = calibrate(loaded, view, calibration or CalibrationOptions(), cache)
+    priced = survey(
+        view,
+        calibrated.moments,
+        spaces,
+        longest=options.longest,
+        damping=options.damping,
+        cache=cache,
+    )
+    found = {
+        name: _moves(name, priced, calibrated, shape, target, spaces, options)
+        for name in STRATEGIES
+    }
+    chosen = found[options.strategy]
+    if isinstance(chosen, PlanError):
+        raise chosen
+    probes, dense_nll = _probe(view, calibrated, found, options)
+    candidates = tuple(
+        _candidate(name, moves, shape, dense_nll, probes) for name, moves in found.items()
+    ) + tuple(_quantized(bits, priced, shape, dense_nll) for bits in QUANTIZED_BITS)
+    prediction = candidates[STRATEGIES.index(options.strategy)].prediction
+    assert prediction is not None  # noqa: S101 - its moves exist
+    plan = Plan(
+        strategy=options.strategy,
+        budget=budget,
+        model=_planned_model(loaded, view, shape),
+        calibration=calibrated.record,
+        prediction=prediction,
+        options=_recorded(options),
+        versions={name: version(name) for name in ("torch", "transformers")}
+        | {"gccompress": gccompress.__version__},
+        notes=damping_warnings(view, calibrated.moments.tokens),
+        moves=tuple(chosen),
+    )
+    for note in plan.notes:
+        logger.warning("%s", note)
+    return Choice(plan, candidates)
+
+
+def _decoder_budget(budget: Budget, shape: ModelShape) -> int:
+    """Return the decoder-projection parameters that a budget allows."""
+    dense = shape.decoder_params()
+    if budget.keep is not None:
+        return int(budget.keep * dense)
+    assert budget.max_size is not None  # noqa: S101 - the schema says one of the two
+    rest = shape.total_params - dense
+    # Room for the file's header, which names every tensor.
+    header = HEADER_BYTES + 400 * shape.layers * len(shape.matrices)
+    allowed = (budget.max_size - header) // shape.bytes_per_param - rest
+    if allowed < 1:
+        floor = rest * shape.bytes_per_param + header
+        raise PlanError(
+            f"--max-size {budget.max_size} bytes: embeddings, norms and the file's header alone "
+            f"take {floor} at {shape.bytes_per_param} bytes a parameter; raise it or store in "
+            "fewer bits with --dtype bfloat16"
+        )
+    return min(allowed, dense)
+
+
+def _spaces(
+    loaded: LoadedModel, options: PlanOptions, cache_dir: str | None
+) -> Mapping[Role, Space]:
+    if options.spaces == "paper":
+        return PAPER_SPACE
+    return space_of(analyze(loaded, cache_dir=cache_dir))
+
+
+def make_plan(
+    model: Any,
+    *,
+    keep: float | None = None,
+    max_size: int | str | None = None,
+    options: PlanOptions | None = None,
+    calibration: CalibrationOptions | None = None,
+    device: str = "auto",
+    cache_dir: str | None = None,
+) -> Plan:
+    """Return the plan that `gccompress plan` would write.
+
+    Args:
+        model: path, alias, hub id, a model in memory, or what `open_model` returned.
+        keep: share of decoder-projection parameters to keep, in (0, 1].
+        max_size: or bytes of the whole checkpoint, a number or such as `200MB`.
+        options: how plans are searched; the strategy is one of its fields.
+        calibration: text and estimates.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        cache_dir: where moments, spectra and sampled text are kept.
+
+    Raises:
+        PlanError: the budget is no budget, or cannot be met; says the closest that can be.
+    """
+    budget = budget_of(keep, max_size)
+    loaded = open_model(model, device=device, cache_dir=cache_dir)
+    return choose(
+        loaded, budget, options=options, calibration=calibration, cache_dir=cache_dir
+    ).plan
+
+
+def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
+    """Return a checked budget. Raises `PlanError` unless exactly one, valid, is given."""
+    if (keep is None) == (max_size is None):
+        raise PlanError("give one budget: --keep SHARE, such as 0.8, or --max-size BYTES")
+    if keep is not None:
+        if not 0 < keep <= 1:  # also refuses NaN
+            raise PlanError(f"--keep {keep}; wanted a share in (0, 1], such as 0.8")
+        return Budget(keep=keep)
+    assert max_size is not None  # noqa: S101 - one of the two is given
+    size = max_size if isinstance(max_size, int) else _bytes_of(max_size)
+    if size < 1:
+        raise PlanError(f"--max-size {max_size}; wanted a positive number of bytes, such as 200MB")
+    return Budget(max_size=size)
+
+
+def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
+    """Return a recipe's plan and calibration sections as options."""
+    plan, text = recipe.plan, recipe.calibration
+    damping = Damping(plan.damping_a, plan.damping_g)
+    options = PlanOptions(
+        plan.strategy, plan.spaces, plan.longest, plan.group, plan.multiple, damping, plan.probe
+    )
+    return options, CalibrationOptions(
+        text.source,
+        text.tokens,
+        text.seqlen,
+        text.heldout_tokens,
+        text.seed,
+        Fisher.parse(text.fisher),
+    )
+
+
+def _bytes_of(text: str) -> int:
+    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `PlanError`."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units:
+        raise PlanError(f"--max-size {text!r}; wanted bytes such as 200MB, 1.5GiB or 123456")
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def _moves(
+    strategy: Strategy,
+    priced: Survey,
+    calibrated: Calibrated,
+    shape: ModelShape,
+    target: int,
+    spaces: Mapping[Role, Space],
+    options: PlanOptions,
+) -> list[AnyMove] | PlanError:
+    """Return a strategy's moves, or its reason for having none."""
+    try:
+        match strategy:
+            case "auto":
+                return strategies.auto(priced.segments, target, options.multiple)
+            case "share":
+                segments, multiple = priced.segments, options.multiple
+                return strategies.share(segments, spaces, target, multiple, options.group)
+            case "lowrank":
+                return strategies.lowrank(priced.segments, target, options.multiple)
+            case "prune":
+                return strategies.prune(shape, calibrated.moments.influence, target)
+    except PlanError as error:
+        return error
+
+
+def _probe(
+    view: ModelView,
+    calibrated: Calibrated,
+    found: Mapping[Strategy, list[AnyMove] | PlanError],
+    options: PlanOptions,
+) -> tuple[dict[str, Probe], float | None]:
+    """Measure candidates in memory on the held-out windows; dropped layers are always measured."""
+    if options.probe == "none" or not len(calibrated.heldout.ids):
+        return {}, None
+    dense = window_losses(view, calibrated.heldout)
+    measured = {
+        name: probe(
+            view,
+            calibrated.moments,
+            tuple(moves),
+            options.damping,
+            windows=calibrated.heldout,
+            dense=dense,
+        )
+        for name, moves in found.items()
+        if not isinstance(moves, PlanError)
+        and (options.probe == "all" or name in ("prune", options.strategy))
+    }
+    return measured, float(dense.mean())
+
+
+def _candidate(
+    strategy: Strategy,
+    moves: list[AnyMove] | PlanError,
+    shape: ModelShape,
+    dense_nll: float | None,
+    probes: Mapping[str, Probe],
+) -> Candidate:
+    if isinstance(moves, PlanError):
+        return Candidate(strategy, (), None, reason=str(moves))
+    decoder, total = plan_params(tuple(moves), shape)
+    loss = sum(move.loss or 0.0 for move in moves)
+    rise = _expected_rise(strategy, loss, probes)
+    low, middle, high = (
+        (None,) * 3 if dense_nll is None else tuple(math.exp(dense_nll + r) for r in rise)
+    )
+    prediction = Prediction(
+        params_kept=decoder / shape.decoder_params(),
+        params=total,
+        bytes=total * shape.bytes_per_param,
+        loss=loss,
+        dense_ppl=None if dense_nll is None else math.exp(dense_nll),
+        ppl=middle,
+        ppl_low=low,
+        ppl_high=high,
+        measured=strategy in probes,
+    )
+    before = shape.decoder_params() + shape.head_params
+    return Candidate(strategy, tuple(moves), prediction, before / (decoder + shape.head_params))
+
+
+def _expected_rise(
+    strategy: str, loss: float, probes: Mapping[str, Probe]
+) -> tuple[float, float, float]:
+    """Return the low, expected and high rise of the NLL in nats per token.
+
+    Probed: the measurement and two standard errors. Otherwise the second-order prediction times
+    the range of ratios that docs/method.md measured.
+    """
+    if strategy in probes:
+        one = probes[strategy]
+        margin = 2 * one.error if math.isfinite(one.error) else abs(one.rise)
+        return one.rise - margin, one.rise, one.rise + margin
+    low, middle, high = UNPROBED_SCALE
+    return loss * low, loss * middle, loss * high
+
+
+def _quantized(bits: int, priced: Survey, shape: ModelShape, dense_nll: float | None) -> Candidate:
+    """Return the reference row of round-to-nearest on all decoder projections."""
+    decoder = shape.decoder_params()
+    per_weight = bits + (16 + bits) / QUANTIZED_GROUP
+    loss = priced.quantized[bits]
+    size = (shape.total_params - decoder) * shape.bytes_per_param + int(decoder * per_weight / 8)
+    ppl = (
+        (None,) * 3
+        if dense_nll is None
+        else tuple(math.exp(dense_nll + loss * scale) for scale in UNPROBED_SCALE)
+    )
+    prediction = Prediction(
+        params_kept=1.0,
+        params=shape.total_params,
+        bytes=size,
+        loss=loss,
+        dense_ppl=None if dense_nll is None else math.exp(dense_nll),
+        ppl=ppl[1],
+        ppl_low=ppl[0],
+        ppl_high=ppl[2],
+    )
+    return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
+
+
+def _planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> PlannedModel:
+    return PlannedModel(
+        name=loaded.source.name,
+        hash=loaded.source.hash,
+        revision=loaded.source.revision,
+        model_type=view.model.config.model_type,
+        layers=shape.layers,
+        decoder_params=shape.decoder_params(),
+        total_params=shape.total_params,
+    )
+
+
+def _recorded(options: PlanOptions) -> dict[str, str | int | float | bool | None]:
+    return {
+        "spaces": options.spaces,
+        "longest": options.longest,
+        "group": options.group,
+        "multiple": options.multiple,
+        "damping_a": options.damping.a,
+        "damping_g": options.damping.g,
+    }

@@ -1,0 +1,111 @@
+"""The strategies that compete: drop layers, uniform low rank, uniform sharing, one price for all.
+
+Each returns the moves that meet a budget of decoder-projection parameters, or says why it cannot.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from gccompress.errors import PlanError
+from gccompress.moments import LayerInfluence
+from gccompress.plan import AnyMove, DropLayers
+from gccompress.planner.allocate import allocate
+from gccompress.planner.survey import Segment
+from gccompress.roles import Role, Space
+from gccompress.sizes import ModelShape, rank_for_share
+
+UNIFORM_BISECTIONS = 40
+
+
+def prune(shape: ModelShape, influence: Sequence[LayerInfluence], budget: int) -> list[AnyMove]:
+    """Drop the layers of least block influence until the budget is met (ShortGPT).
+
+    Raises:
+        PlanError: even one layer is more than the budget.
+    """
+    per_layer = shape.decoder_params() // shape.layers
+    keep = budget // per_layer
+    if keep < 1:
+        raise PlanError(
+            f"dropping layers cannot meet {budget} decoder parameters: one layer has {per_layer}"
+        )
+    if keep >= shape.layers:
+        return []
+    ranked = sorted(range(shape.layers), key=lambda layer: influence[layer].influence)
+    layers = tuple(sorted(ranked[: shape.layers - keep]))
+    loss = sum(influence[layer].drop_loss for layer in layers)
+    return [DropLayers(layers=layers, loss=loss, saves=per_layer * len(layers))]
+
+
+def lowrank(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
+    """Factor every matrix alone, each to the same share of its size."""
+    return uniform([one for one in segments if len(one.layers) == 1], budget, multiple)
+
+
+def share(
+    segments: Sequence[Segment],
+    spaces: Mapping[Role, Space],
+    budget: int,
+    multiple: int,
+    group: int,
+) -> list[AnyMove]:
+    """Share bases over groups of `group` adjacent layers, all to the same share of their size.
+
+    A role whose space is NONE stays dense, so the others are cut deeper. Layers left over at the
+    end form a shorter group.
+    """
+    layers = 1 + max(one.layers[-1] for one in segments)
+    wanted = {tuple(range(first, min(first + group, layers))) for first in range(0, layers, group)}
+    cut = [
+        one
+        for one in segments
+        if one.layers in wanted and spaces.get(one.role, Space.NONE) is not Space.NONE
+    ]
+    dense = sum(one.dense for one in segments if len(one.layers) == 1)
+    left_alone = dense - sum(one.dense for one in cut)
+    if not cut:
+        raise PlanError("no role shares a space, so there is no basis to share")
+    if left_alone >= budget:
+        raise PlanError(
+            f"sharing cannot meet {budget} decoder parameters: roles that share no space keep "
+            f"{left_alone}"
+        )
+    return uniform(cut, budget - left_alone, multiple)
+
+
+def auto(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
+    """Let every rank of every matrix and every segment compete at one price per parameter."""
+    return [
+        one.segment.move(one.rank)
+        for one in allocate(segments, budget, multiple)
+        if one.rank is not None
+    ]
+
+
+def uniform(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
+    """Factor all segments to the same share of their size, as near the budget as ranks allow."""
+
+    def ranks(share: float) -> list[int]:
+        return [
+            min(len(one.saved), rank_for_share(one.dense, one.per_rank, share, multiple))
+            for one in segments
+        ]
+
+    def params(share: float) -> int:
+        return sum(one.per_rank * rank for one, rank in zip(segments, ranks(share), strict=True))
+
+    low, high = 0.0, 1.0
+    for _ in range(UNIFORM_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if params(middle) <= budget else (low, middle)
+    chosen = ranks(low)
+    if not all(chosen):
+        one = segments[chosen.index(0)]
+        raise PlanError(
+            f"{budget} decoder parameters leave layer {one.layers[0]} {one.role} no rank at a "
+            f"multiple of {multiple}; raise the budget or lower --multiple"
+        )
+    return [
+        one.move(rank)
+        for one, rank in zip(segments, chosen, strict=True)
+        if rank * one.per_rank < one.dense
+    ]

@@ -1,0 +1,130 @@
+"""A recipe: everything one run does, from one YAML file of a few lines. Unknown keys are errors."""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gccompress.errors import GccompressError
+from gccompress.plan import Budget, NoAliasLoader
+
+LARGEST_RECIPE_FILE = 1_000_000  # bytes
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CalibrationSection(_Section):
+    """What text the moments come from; see `calibration.CalibrationOptions`."""
+
+    source: str = "self"
+    tokens: int = Field(default=16384, ge=1)
+    seqlen: int = Field(default=512, ge=2)
+    heldout_tokens: int = Field(default=4096, ge=0)
+    seed: int = 0
+    fisher: str = "data+1"
+
+
+class PlanSection(_Section):
+    """How plans are searched; see `planner.PlanOptions`."""
+
+    strategy: Literal["auto", "share", "lowrank", "prune"] = "auto"
+    spaces: Literal["measured", "paper"] = "measured"
+    longest: int = Field(default=3, ge=1)
+    group: int = Field(default=2, ge=2)
+    multiple: int = Field(default=8, ge=1)
+    damping_a: float = Field(default=0.03, ge=0, lt=1)
+    damping_g: float = Field(default=0.0, ge=0, lt=1)
+    probe: Literal["chosen", "all", "none"] = "chosen"
+
+
+class EvaluateSection(_Section):
+    """What is measured afterwards; see `evaluate.evaluate`."""
+
+    text: str | None = None
+    tokens: int = Field(default=8192, ge=1)
+    seqlen: int = Field(default=512, ge=2)
+    baseline: bool = True
+    speed: bool = True
+    tasks: tuple[str, ...] = ()
+    task_data: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    prompt: str | None = None
+
+
+class Recipe(_Section):
+    """One run: model, budget, calibration, plan, evaluation."""
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    budget: Budget
+    calibration: CalibrationSection = CalibrationSection()
+    plan: PlanSection = PlanSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    def to_yaml(self) -> str:
+        """Return the recipe with every default written out."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return text
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recipe":
+        """Read a recipe file, or a packaged one by name (such as `demo`).
+
+        Raises:
+            GccompressError: not there, not YAML, an unknown key (the nearest known one is named),
+                or a value out of range.
+        """
+        path = Path(path)
+        packaged = resources.files("gccompress") / "recipes" / f"{path}.yaml"
+        try:
+            if not path.exists() and path.parent == Path() and packaged.is_file():
+                return cls.parse(packaged.read_text(encoding="utf-8"), str(path))
+            if path.stat().st_size > LARGEST_RECIPE_FILE:
+                raise GccompressError(f"{path}: larger than any recipe; wanted a few lines of YAML")
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            names = sorted(
+                file.name.removesuffix(".yaml")
+                for file in (resources.files("gccompress") / "recipes").iterdir()
+            )
+            raise GccompressError(
+                f"no recipe at {path}; name a YAML file or one of {', '.join(names)}"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise GccompressError(f"{path}: not readable as a recipe ({error})") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "recipe") -> "Recipe":
+        """Read a recipe from YAML text; errors name `name`. Raises `GccompressError`."""
+        try:
+            data = yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise GccompressError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(data, dict):
+            raise GccompressError(f"{name}: not a recipe; wanted at least 'model:' and 'budget:'")
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise GccompressError(f"{name}: {_one_line(error)}") from error
+
+
+def _one_line(error: ValidationError) -> str:
+    """Return the first fault, an unknown key with the nearest known one before any other."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{where}: {first['msg']} (found {str(first.get('input'))[:60]!r})"
+    section: Any = Recipe
+    for part in first["loc"][:-1]:
+        section = section.model_fields[str(part)].annotation
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown key {where!r}; {hint}"

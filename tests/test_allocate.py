@@ -1,0 +1,159 @@
+"""The allocation against brute force over every cut and rank, and what it promises."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gccompress.errors import PlanError
+from gccompress.planner import strategies
+from gccompress.planner.allocate import Chosen, allocate
+from gccompress.planner.survey import Segment
+from gccompress.roles import Role, Space
+
+
+def segment(role: Role, first: int, last: int, saved: list[float], dense: int) -> Segment:
+    """Return a segment of square matrices of `dense` parameters each."""
+    layers = tuple(range(first, last + 1))
+    side = round(dense**0.5)
+    return Segment(
+        role=role,
+        layers=layers,
+        space=Space.INPUT,
+        dense=dense * len(layers),
+        per_rank=side * (1 + len(layers)),
+        saved=np.sort(np.array(saved))[::-1].copy(),
+    )
+
+
+def random_segments(seed: int, layers: int = 3, size: int = 6) -> list[Segment]:
+    """Return two roles, one of which may share pairs."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for role in (Role.K, Role.V):
+        for layer in range(layers):
+            found.append(segment(role, layer, layer, list(rng.exponential(size=size)), size**2))
+    for layer in range(layers - 1):
+        found.append(segment(Role.K, layer, layer + 1, list(rng.exponential(size=size)), size**2))
+    return found
+
+
+def brute_force(segments: list[Segment], budget: int) -> float:
+    """Return the least loss over every cut of every role and every rank."""
+    options: dict[Role, dict[int, float]] = {}
+    for role in (Role.K, Role.V):
+        mine = [one for one in segments if one.role is role]
+        layers = 1 + max(one.layers[-1] for one in mine)
+        best: list[dict[int, float]] = [{0: 0.0}] + [{} for _ in range(layers)]
+        for end in range(1, layers + 1):
+            for one in mine:
+                if one.layers[-1] + 1 != end:
+                    continue
+                sizes = [
+                    (rank * one.per_rank, float(one.saved[rank:].sum()))
+                    for rank in range(1, len(one.saved) + 1)
+                    if rank * one.per_rank < one.dense
+                ]
+                if len(one.layers) == 1:
+                    sizes.append((one.dense, 0.0))
+                for (before, loss), (size, more) in itertools.product(
+                    best[one.layers[0]].items(), sizes
+                ):
+                    total = before + size
+                    if loss + more < best[end].get(total, float("inf")):
+                        best[end][total] = loss + more
+        options[role] = best[layers]
+    return min(
+        a + b
+        for (n, a), (m, b) in itertools.product(options[Role.K].items(), options[Role.V].items())
+        if n + m <= budget
+    )
+
+
+def params(choice: tuple[Chosen, ...]) -> int:
+    """Return the parameters of a choice."""
+    return sum(one.params for one in choice)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), keep=st.floats(0.4, 1.0))
+def test_within_budget_complete_and_near_the_true_optimum(seed: int, keep: float) -> None:
+    segments = random_segments(seed)
+    budget = int(keep * 6 * 36)
+    choice = allocate(segments, budget, 1)
+    assert params(choice) <= budget
+    covered = sorted((one.segment.role, layer) for one in choice for layer in one.segment.layers)
+    assert covered == sorted((role, layer) for role in (Role.K, Role.V) for layer in range(3))
+    loss = sum(one.loss for one in choice)
+    optimum = brute_force(segments, budget)
+    # A price finds the lower convex hull; between its corners it may miss by one step's worth.
+    largest = max(float(one.saved.max()) for one in segments)
+    assert optimum - 1e-9 <= loss <= optimum + 2 * largest
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), keep=st.floats(0.4, 0.95))
+def test_letting_segments_compete_never_loses(seed: int, keep: float) -> None:
+    segments = random_segments(seed)
+    alone = [one for one in segments if len(one.layers) == 1]
+    budget = int(keep * 6 * 36)
+    # At equal price, not at equal budget: compare with the slack that a hull step leaves.
+    free = sum(one.loss for one in allocate(segments, budget, 1))
+    private = sum(one.loss for one in allocate(alone, budget, 1))
+    largest = max(float(one.saved.max()) for one in segments)
+    assert free <= private + 2 * largest
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), keep=st.floats(0.4, 1.0), multiple=st.sampled_from([1, 2, 3, 8]))
+def test_ranks_are_multiples_and_save(seed: int, keep: float, multiple: int) -> None:
+    segments = random_segments(seed)
+    try:
+        choice = allocate(segments, int(keep * 216), multiple)
+    except PlanError:
+        return
+    for one in choice:
+        if one.rank is not None:
+            # A matrix that is smaller than the multiple has one size only.
+            assert one.rank % multiple == 0 or one.rank < multiple
+            assert one.params < one.segment.dense
+
+
+def test_everything_kept_is_dense_and_nothing_lost() -> None:
+    choice = allocate(random_segments(0), 216, 1)
+    assert all(one.rank is None for one in choice)
+
+
+def test_a_budget_too_small_says_the_smallest() -> None:
+    with pytest.raises(PlanError, match="smallest this strategy reaches is 57 "):
+        allocate(
+            [s for s in random_segments(0) if len(s.layers) == 1][:3]
+            + [s for s in random_segments(0) if s.role is Role.V],
+            10,
+            1,
+        )
+
+
+def test_identical_layers_share_when_it_saves() -> None:
+    saved = [4.0, 3.0, 2.0, 1.0]
+    alone = [segment(Role.K, layer, layer, saved, 16) for layer in (0, 1)]
+    # Identical matrices: the pair loses twice as much per rank, at three quarters of the size.
+    pair = segment(Role.K, 0, 1, [2 * s for s in saved], 16)
+    choice = allocate([*alone, pair], 24, 1)
+    assert [one.segment.layers for one in choice] == [(0, 1)]
+
+
+def test_uniform_strategies_meet_the_budget_and_never_grow_a_matrix() -> None:
+    segments = random_segments(3)
+    moves = strategies.lowrank(segments, 150, 1)
+    assert len(moves) == 6
+    assert 216 - sum(move.saves for move in moves) <= 150
+    shared = strategies.share(segments, {Role.K: Space.INPUT, Role.V: Space.NONE}, 180, 1, 2)
+    assert [move.do for move in shared] == ["share_input", "low_rank"]
+    assert 216 - sum(move.saves for move in shared) <= 180
+    with pytest.raises(PlanError, match="share no space keep 108"):
+        strategies.share(segments, {Role.K: Space.INPUT}, 100, 1, 2)
+    with pytest.raises(PlanError, match="no rank"):
+        strategies.lowrank(segments, 10, 1)
