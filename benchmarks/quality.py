@@ -23,12 +23,13 @@ from gccompress.text import Windows, cut_windows
 
 from gccompress.apply import applied
 from gccompress.files import cache_folder, write_text
+from gccompress.linalg import Damping
 from gccompress.moments import Fisher, Moments, collect_moments
 from gccompress.plan import AnyMove, plan_params
 from gccompress.planner import strategies
 from gccompress.planner.allocate import allocate
 from gccompress.planner.probe import window_losses
-from gccompress.planner.survey import Damping, Segment, survey
+from gccompress.planner.survey import Segment, survey
 from gccompress.roles import PAPER_SPACE, Role, Space
 from gccompress.view import ModelView, model_shape
 

@@ -27,9 +27,9 @@ from gccompress.checkpoints import (
 )
 from gccompress.errors import CheckpointError, PlanError
 from gccompress.files import cache_folder, new_folder, refuse_non_empty
-from gccompress.linalg import Factors
-from gccompress.models import LoadedModel, open_model
-from gccompress.moments import Moments
+from gccompress.linalg import Damping, Factors, alone_space
+from gccompress.models import LoadedModel, open_model, stored_dtype
+from gccompress.moments import Moments, weighted
 from gccompress.plan import (
     AnyMove,
     DropLayers,
@@ -40,7 +40,6 @@ from gccompress.plan import (
     move_matrices,
     plan_params,
 )
-from gccompress.planner.survey import Damping, alone_space, weighted
 from gccompress.progress import track
 from gccompress.roles import Role, Space
 from gccompress.view import ModelView, model_shape
@@ -297,6 +296,11 @@ def apply_plan(
     if other:
         logger.warning("the plan was made for another model (%s)", plan.model.name)
     view = ModelView(loaded.model)
+    if view.num_layers != plan.model.layers:
+        raise PlanError(
+            f"the plan is for {plan.model.layers} layers, {loaded.source.name} has "
+            f"{view.num_layers}; make a plan for it"
+        )
     before = model_shape(view).total_params
     factoring = any(not isinstance(move, DropLayers) for move in plan.moves)
     moments = None
@@ -305,7 +309,7 @@ def apply_plan(
             raise PlanError("the plan factors matrices but names no calibration; make it again")
         moments = recall(loaded, view, plan.calibration, cache)
     compressed, jitter = compress(view, moments, plan)
-    compressed.to(loaded.source.stored_dtype)
+    compressed.to(stored_dtype(loaded))
     after = sum(parameter.numel() for parameter in compressed.parameters())
     written = difference = None
     if path is not None:

@@ -286,7 +286,7 @@ def apply(
         print(json.dumps(done.to_dict()))
         return
     _show(done.table())
-    print(f"\nLoad it: {done.load_command()}")
+    _print_how_to_load(out)
 
 
 @app.command()
@@ -413,7 +413,7 @@ def _run(recipe: str, out: Path, device: str, cache_dir: str | None, as_json: bo
     _show(done.evaluation.table())
     for label, continuation in done.evaluation.continuations.items():
         print(f"\n{label}: {continuation}")
-    print(f"\nCheckpoint: {done.checkpoint}\nLoad it: {done.load_command()}")
+    _print_how_to_load(done.checkpoint)
 
 
 def _open(
@@ -434,6 +434,13 @@ def _open(
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _print_how_to_load(checkpoint: Path) -> None:
+    print(f"\nCheckpoint: {checkpoint}\nLoad it:")
+    print("  import gccompress")
+    print("  from transformers import AutoModelForCausalLM")
+    print(f"  model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")
 
 
 def _print_verdict(choice: "Choice") -> None:

@@ -20,6 +20,19 @@ SMALLEST_PIVOT = 1e-6  # of the root mean diagonal: below it a pivot is rounding
 
 
 @dataclass(frozen=True)
+class Damping:
+    """How far moments are shrunk to their mean diagonal, each in [0, 1).
+
+    Attributes:
+        a: for output gradients; the estimate is noisy (METHOD: 0.03 was best).
+        g: for inputs; needed where there are few tokens for the width.
+    """
+
+    a: float = 0.03
+    g: float = 0.0
+
+
+@dataclass(frozen=True)
 class Weighted:
     """One matrix with its metric: `weight [out, in]`, `g [in, in]`, `a [out, out]`, all float64."""
 
@@ -97,6 +110,11 @@ def cholesky(moment: Tensor, what: str) -> tuple[Tensor, float]:
                 f"{what}: its moment is not positive definite (damping {LARGEST_JITTER} of the "
                 "mean diagonal did not help); calibrate with more tokens"
             )
+
+
+def alone_space(shape: tuple[int, int]) -> Space:
+    """Return the side on which a single matrix `(out, in)` is cheaper to factor."""
+    return Space.INPUT if shape[1] <= shape[0] else Space.OUTPUT
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gccompress.errors import GccompressError, NumericalError
 from gccompress.files import new_folder
+from gccompress.linalg import Damping, Weighted, shrink
 from gccompress.progress import track
 from gccompress.roles import SAME_INPUT, Role
 from gccompress.text import Windows
@@ -53,7 +54,8 @@ class Fisher:
     def parse(cls, text: str) -> "Fisher":
         """Return the inverse of `str`. Raises `GccompressError`."""
         source, _, draws = text.partition("+")
-        if source not in ("data", "model") or not draws.isdigit():
+        none = source == "model" and draws == "0"
+        if source not in ("data", "model") or not draws.isdecimal() or none:
             raise GccompressError(f"Fisher estimate {text!r}; wanted such as data+1 or model+4")
         return cls(source == "data", int(draws))
 
@@ -106,6 +108,18 @@ class Moments:
                 "and calibrate again"
             ) from error
         return _unpack(packed.double())
+
+
+def weighted(
+    view: ModelView, moments: Moments, role: Role, layer: int, damping: Damping
+) -> Weighted:
+    """Return one matrix with its damped moments, float64, on the model's device."""
+    weight = view.weight(role, layer)
+    return Weighted(
+        weight.double(),
+        shrink(moments.g(role, layer).to(weight.device), damping.g),
+        shrink(moments.a(role, layer).to(weight.device), damping.a),
+    )
 
 
 def moments_hash(model_hash: str, windows: Windows, fisher: Fisher, seed: int, dtype: str) -> str:

@@ -38,6 +38,22 @@ class Run:
     stages: tuple[Stage, ...]
     evaluation: "Evaluation"
 
+    @property
+    def checkpoint(self) -> Path:
+        """The compressed model's folder."""
+        return self.folder / "checkpoint"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `gccompress run --json` prints."""
+        return {
+            "run": str(self.folder),
+            "stages": [
+                {"name": one.name, "output": str(one.output), "reused": one.reused}
+                for one in self.stages
+            ],
+            "evaluation": json.loads(self.evaluation.to_json()),
+        }
+
 
 def run(
     recipe: Recipe | str | Path,

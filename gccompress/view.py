@@ -330,8 +330,11 @@ def _slice_config(config: Any, spec: ArchSpec, kept: list[int], count: int) -> N
     setattr(config, spec.layer_count, len(kept))
 
 
-def model_shape(view: ModelView) -> ModelShape:
-    """Return the sizes that plans are made of, from the model's own tensors."""
+def model_shape(view: ModelView, stored: torch.dtype | None = None) -> ModelShape:
+    """Return the sizes that plans are made of, from the model's own tensors.
+
+    `stored` is the type that weights will be stored in; None takes the model's own.
+    """
     model = view.model
     layer = sum(parameter.numel() for parameter in view.layer(0).parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -341,5 +344,5 @@ def model_shape(view: ModelView) -> ModelShape:
         layer_params=layer,
         total_params=total,
         head_params=model.get_output_embeddings().weight.numel(),
-        bytes_per_param=model.dtype.itemsize,
+        bytes_per_param=(stored or model.dtype).itemsize,
     )

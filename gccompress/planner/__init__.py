@@ -1,5 +1,6 @@
 """The planner: candidates, one price for all of them, and the choice. `choose` is the main path."""
 
+from gccompress.linalg import Damping
 from gccompress.planner.candidates import Candidate, Choice
 from gccompress.planner.choose import (
     STRATEGIES,
@@ -9,7 +10,6 @@ from gccompress.planner.choose import (
     make_plan,
     options_of,
 )
-from gccompress.planner.survey import Damping
 
 __all__ = [
     "STRATEGIES",

@@ -18,7 +18,8 @@ from gccompress.calibration import (
 from gccompress.continuity import analyze, space_of
 from gccompress.errors import PlanError
 from gccompress.files import cache_folder
-from gccompress.models import LoadedModel, open_model
+from gccompress.linalg import Damping
+from gccompress.models import LoadedModel, open_model, stored_dtype
 from gccompress.moments import Fisher
 from gccompress.plan import (
     AnyMove,
@@ -31,7 +32,7 @@ from gccompress.plan import (
 from gccompress.planner import strategies
 from gccompress.planner.candidates import Candidate, Choice
 from gccompress.planner.probe import Probe, probe, window_losses
-from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Damping, Survey, survey
+from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Survey, survey
 from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role, Space
 from gccompress.sizes import ModelShape
@@ -87,7 +88,7 @@ def choose(
     options = options or PlanOptions()
     cache = cache_folder(cache_dir)
     view = ModelView(loaded.model)
-    shape = model_shape(view)
+    shape = model_shape(view, stored_dtype(loaded))
     target = _decoder_budget(budget, shape)
     spaces = _spaces(loaded, options, cache_dir)
     calibrated = calibrate(loaded, view, calibration or CalibrationOptions(), cache)

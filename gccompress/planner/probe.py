@@ -7,9 +7,9 @@ from torch import nn
 
 from gccompress.apply import applied
 from gccompress.errors import NumericalError
+from gccompress.linalg import Damping
 from gccompress.moments import Moments
 from gccompress.plan import AnyMove
-from gccompress.planner.survey import Damping
 from gccompress.text import Windows
 from gccompress.view import ModelView
 

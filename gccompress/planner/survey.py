@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from gccompress import linalg
 from gccompress.files import new_file
-from gccompress.linalg import Side, Weighted
-from gccompress.moments import Moments
+from gccompress.linalg import Damping, Side
+from gccompress.moments import Moments, weighted
 from gccompress.plan import LowRank, ShareInput, ShareOutput
 from gccompress.progress import track
 from gccompress.roles import Role, Space
@@ -30,19 +30,6 @@ logger = logging.getLogger(__name__)
 SURVEY_VERSION = 1
 QUANTIZED_BITS = (4, 8)
 QUANTIZED_GROUP = 64
-
-
-@dataclass(frozen=True)
-class Damping:
-    """How far moments are shrunk to their mean diagonal, each in [0, 1).
-
-    Attributes:
-        a: for output gradients; the estimate is noisy (METHOD: 0.03 was best).
-        g: for inputs; needed where there are few tokens for the width.
-    """
-
-    a: float = 0.03
-    g: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,23 +78,6 @@ class Survey:
 
     segments: tuple[Segment, ...]
     quantized: dict[int, float]
-
-
-def weighted(
-    view: ModelView, moments: Moments, role: Role, layer: int, damping: Damping
-) -> Weighted:
-    """Return one matrix with its damped moments, float64, on the model's device."""
-    weight = view.weight(role, layer)
-    return Weighted(
-        weight.double(),
-        linalg.shrink(moments.g(role, layer).to(weight.device), damping.g),
-        linalg.shrink(moments.a(role, layer).to(weight.device), damping.a),
-    )
-
-
-def alone_space(shape: tuple[int, int]) -> Space:
-    """Return the side on which a single matrix `(out, in)` is cheaper to factor."""
-    return Space.INPUT if shape[1] <= shape[0] else Space.OUTPUT
 
 
 def survey(
@@ -159,7 +129,7 @@ def _price_role(
         for bits in QUANTIZED_BITS:
             rounded = linalg.round_to_nearest(view.weight(role, layer), bits, QUANTIZED_GROUP)
             rounding[bits].append(matrix.loss(rounded))
-        alone = linalg.side(matrix, alone_space(view.shape(role, layer)))
+        alone = linalg.side(matrix, linalg.alone_space(view.shape(role, layer)))
         table[f"{layer}-{layer}"] = _numpy(linalg.spectrum([alone], f"layer {layer} {role}"))
         if space is Space.NONE or longest == 1:
             continue
@@ -179,7 +149,7 @@ def _segments(
         layers = tuple(range(first, last + 1))
         shapes = [view.shape(role, layer) for layer in layers]
         if len(layers) == 1:
-            side, per_rank = alone_space(shapes[0]), low_rank_params(shapes[0], 1)
+            side, per_rank = linalg.alone_space(shapes[0]), low_rank_params(shapes[0], 1)
         elif space is Space.INPUT:
             side, per_rank = space, shared_input_params(shapes, 1)
         else:

@@ -1,0 +1,188 @@
+"""Moments against gradients taken another way, several passes, interruptions, bad losses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gccompress import moments as module
+from gccompress.errors import GccompressError, NumericalError
+from gccompress.moments import Fisher, Moments, collect_moments, find_moments
+from gccompress.roles import Role
+from gccompress.text import Windows, windows_of
+from gccompress.view import ModelView
+from tests.tiny import VOCAB, tiny_model
+
+LAYERS = 3
+
+
+def windows(count: int = 3, length: int = 12) -> Windows:
+    """Return windows of random tokens."""
+    ids = torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(1))
+    return windows_of(ids, "random")
+
+
+def collect(view: ModelView, cache: Path, **options: Any) -> Moments:
+    """Return moments of the standard windows."""
+    options = {"fisher": Fisher(True, 0), **options}
+    return collect_moments(view, windows(), model_hash="sha256:x", cache=cache, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt2"])
+def test_moments_equal_those_from_explicit_gradients(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, layers=LAYERS)
+    view = ModelView(model)
+    moments = collect(view, tmp_path)
+    tokens = windows().ids.numel()
+    for role in view.roles:
+        site = view.site(role, 1)
+        xs, gs = [], []
+        for ids in windows().ids:
+            x, g = _input_and_gradient(model, site.module, ids[None])
+            xs.append(x)
+            gs.append(g[:, site.start : site.stop])
+        x, g = torch.cat(xs).double(), torch.cat(gs).double()
+        torch.testing.assert_close(moments.g(role, 1), x.T @ x / tokens, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(moments.a(role, 1), g.T @ g / tokens, rtol=1e-3, atol=1e-7)
+
+
+def _input_and_gradient(
+    model: Any, name: str, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a module's inputs and the NLL's gradient at its output, through an added zero."""
+    seen = {}
+
+    def add_zero(_: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> torch.Tensor:
+        seen["x"] = args[0].detach()
+        seen["zero"] = torch.zeros_like(y, requires_grad=True)
+        return y + seen["zero"]
+
+    handle = model.get_submodule(name).register_forward_hook(add_zero)
+    logits = model(input_ids=ids).logits[0, :-1]
+    handle.remove()
+    nll = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    (gradient,) = torch.autograd.grad(nll, seen["zero"])
+    return seen["x"][0], gradient[0]
+
+
+def test_influence_is_from_the_true_layer_output(tmp_path: Path) -> None:
+    model = tiny_model("llama", layers=LAYERS)
+    view = ModelView(model)
+    moments = collect(view, tmp_path)
+    states: list[torch.Tensor] = []
+    hooks = [
+        view.layer(i).register_forward_hook(lambda _, args, out: states.extend((args[0], out)))
+        for i in range(LAYERS)
+    ]
+    cosines = torch.zeros(LAYERS, dtype=torch.float64)
+    with torch.no_grad():
+        for ids in windows().ids:
+            states.clear()
+            model(input_ids=ids[None])
+            for layer in range(LAYERS):
+                before, after = states[2 * layer], states[2 * layer + 1]
+                cosines[layer] += nn.functional.cosine_similarity(before, after, dim=-1).sum()
+    for hook in hooks:
+        hook.remove()
+    tokens = windows().ids.numel()
+    for layer in range(LAYERS):
+        one = moments.influence[layer]
+        assert one.influence == pytest.approx(float(1 - cosines[layer] / tokens), rel=1e-4)
+        assert one.drop_loss > 0
+
+
+def test_several_passes_give_the_same(tmp_path: Path) -> None:
+    view = ModelView(tiny_model("llama", layers=LAYERS))
+    once = collect(view, tmp_path / "a", fisher=Fisher(True, 2))
+    thrice = collect(view, tmp_path / "b", fisher=Fisher(True, 2), memory=1)
+    for role in view.roles:
+        for layer in range(LAYERS):
+            torch.testing.assert_close(once.g(role, layer), thrice.g(role, layer))
+            torch.testing.assert_close(once.a(role, layer), thrice.a(role, layer))
+    assert once.influence == thrice.influence
+
+
+@pytest.mark.parametrize("memory", [1, 2**30])
+def test_interrupted_calibration_goes_on_and_ends_in_the_same_bytes(
+    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SAVE_EVERY_SECONDS", -1.0)
+    view = ModelView(tiny_model("llama", layers=LAYERS))
+    whole = collect(view, tmp_path / "whole", fisher=Fisher(True, 1), memory=memory)
+    backward, calls = module._backward, 0
+
+    def dies(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            raise KeyboardInterrupt
+        backward(*args)
+
+    monkeypatch.setattr(module, "_backward", dies)
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            again = collect(view, tmp_path / "cut", fisher=Fisher(True, 1), memory=memory)
+            break
+        except KeyboardInterrupt:
+            assert find_moments(whole.hash, tmp_path / "cut") is None
+    assert attempts > 2
+    for file in whole.folder.iterdir():
+        assert file.read_bytes() == (again.folder / file.name).read_bytes(), file.name
+    assert {f.name for f in again.folder.iterdir()} == {f.name for f in whole.folder.iterdir()}
+
+
+def test_finished_moments_are_found_and_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    model = tiny_model("llama", layers=LAYERS)
+    grads = [parameter.requires_grad for parameter in model.parameters()]
+    view = ModelView(model)
+    first = collect(view, tmp_path)
+    assert [parameter.requires_grad for parameter in model.parameters()] == grads
+    assert not any(m._forward_hooks for m in model.modules())
+    assert find_moments(first.hash, tmp_path) is not None
+    (first.folder / "mark").touch()
+    assert collect(view, tmp_path).folder == first.folder
+    assert (first.folder / "mark").exists()  # not made again
+    assert find_moments("sha256:" + "0" * 64, tmp_path) is None
+
+
+def test_another_seed_or_fisher_is_another_calibration(tmp_path: Path) -> None:
+    view = ModelView(tiny_model("llama", layers=1))
+    runs = [
+        collect(view, tmp_path, fisher=fisher, seed=seed)
+        for fisher, seed in [(Fisher(True, 0), 0), (Fisher(True, 1), 0), (Fisher(False, 1), 0),
+                             (Fisher(False, 1), 1)]
+    ]
+    assert len({run.hash for run in runs}) == 4
+    a = [run.a(Role.Q, 0) for run in runs]
+    # data+1 is the mean of the data's and the sampled gradient's moment.
+    torch.testing.assert_close(a[1], (a[0] + a[2]) / 2, rtol=1e-4, atol=1e-9)
+    assert not torch.allclose(a[2], a[3])
+
+
+def test_a_loss_that_is_not_finite_names_its_window(tmp_path: Path) -> None:
+    model = tiny_model("llama", layers=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[int(windows().ids[1, 3])] = float("inf")
+    with pytest.raises(NumericalError, match="window"):
+        collect(ModelView(model), tmp_path)
+    assert not list(tmp_path.glob("moments/*/meta.json"))
+
+
+def test_damaged_moments_are_one_clear_error(tmp_path: Path) -> None:
+    view = ModelView(tiny_model("llama", layers=1))
+    moments = collect(view, tmp_path)
+    (moments.folder / "layer_000.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(GccompressError, match="cannot be read.*calibrate again"):
+        moments.g(Role.Q, 0)
+
+
+@pytest.mark.parametrize("text", ["", "data", "data+x", "other+1", "data+-1", "model+0"])
+def test_fisher_is_parsed_or_refused(text: str) -> None:
+    with pytest.raises(GccompressError, match="Fisher"):
+        Fisher.parse(text)
+    for good in ("data+0", "data+3", "model+2"):
+        assert str(Fisher.parse(good)) == good
