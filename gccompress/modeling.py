@@ -294,14 +294,17 @@ class CompressedModel:
         refuse_misfit(info)
         return (model, info) if output_loading_info else model
 
-    def _adjust_missing_and_unexpected_keys(self, info: Any) -> None:
-        # Reached also where `from_pretrained` reports on an adapter instead of this model. It is a
-        # private hook of transformers: should it go, the check in `from_pretrained` remains.
-        super()._adjust_missing_and_unexpected_keys(info)  # type: ignore[misc]
-        misfit = {kind: set(getattr(info, kind)) for kind in _MISFITS}
-        for kind in _MISFITS:  # reported here, by name: spare the reader the loader's own account
-            setattr(info, kind, set())
-        refuse_misfit(misfit)
+    def _adjust_missing_and_unexpected_keys(self, *args: Any) -> Any:
+        # Reached also where `from_pretrained` reports on an adapter instead of this model. It is
+        # private to transformers: where it takes other arguments or is gone, as in 5.0, the check
+        # in `from_pretrained` remains.
+        result = super()._adjust_missing_and_unexpected_keys(*args)  # type: ignore[misc]
+        if len(args) == 1 and all(hasattr(args[0], kind) for kind in _MISFITS):
+            misfit = {kind: set(getattr(args[0], kind)) for kind in _MISFITS}
+            for kind in _MISFITS:  # reported by name: spare the reader the loader's own account
+                setattr(args[0], kind, set())
+            refuse_misfit(misfit)
+        return result
 
 
 _MISFITS = {
