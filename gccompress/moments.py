@@ -246,7 +246,7 @@ def _backward(model: Any, ids: Tensor, fisher: Fisher, seed: int, index: int) ->
         nll = nn.functional.cross_entropy(logits, target, reduction="sum")
         if not bool(torch.isfinite(nll)):
             raise NumericalError(
-                f"calibration window {index}: loss is {float(nll)}; the model overflows on this "
+                f"calibration window {index}: loss is {float(nll.detach())}; the model overflows on this "
                 "text; try --dtype float32 or other text"
             )
         # Only the hooks want the gradients; no parameter requires one.

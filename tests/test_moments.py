@@ -11,7 +11,7 @@ from gccompress import moments as module
 from gccompress.errors import GccompressError, NumericalError
 from gccompress.moments import Fisher, Moments, collect_moments, find_moments
 from gccompress.roles import Role
-from gccompress.text import Windows, windows_of
+from gccompress.text import Windows
 from gccompress.view import ModelView
 from tests.tiny import VOCAB, tiny_model
 
@@ -21,7 +21,7 @@ LAYERS = 3
 def windows(count: int = 3, length: int = 12) -> Windows:
     """Return windows of random tokens."""
     ids = torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(1))
-    return windows_of(ids, "random")
+    return Windows.of(ids, "random")
 
 
 def collect(view: ModelView, cache: Path, **options: Any) -> Moments:
@@ -153,8 +153,12 @@ def test_another_seed_or_fisher_is_another_calibration(tmp_path: Path) -> None:
     view = ModelView(tiny_model("llama", layers=1))
     runs = [
         collect(view, tmp_path, fisher=fisher, seed=seed)
-        for fisher, seed in [(Fisher(True, 0), 0), (Fisher(True, 1), 0), (Fisher(False, 1), 0),
-                             (Fisher(False, 1), 1)]
+        for fisher, seed in [
+            (Fisher(True, 0), 0),
+            (Fisher(True, 1), 0),
+            (Fisher(False, 1), 0),
+            (Fisher(False, 1), 1),
+        ]
     ]
     assert len({run.hash for run in runs}) == 4
     a = [run.a(Role.Q, 0) for run in runs]

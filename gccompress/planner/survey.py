@@ -144,9 +144,9 @@ def _price_role(
 def _segments(
     view: ModelView, role: Role, space: Space, table: Mapping[str, NDArray[np.float64]]
 ) -> Iterator[Segment]:
-    for name, saved in table.items():
-        first, last = (int(number) for number in name.split("-"))
-        layers = tuple(range(first, last + 1))
+    spans = {tuple(int(number) for number in name.split("-")): name for name in table}
+    for (first, last), name in sorted(spans.items()):  # files keep no order, plans must
+        saved, layers = table[name], tuple(range(first, last + 1))
         shapes = [view.shape(role, layer) for layer in layers]
         if len(layers) == 1:
             side, per_rank = linalg.alone_space(shapes[0]), low_rank_params(shapes[0], 1)

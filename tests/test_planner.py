@@ -1,0 +1,276 @@
+"""Planning on tiny models: budgets met, strategies side by side, predictions, refusals."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gccompress.apply import applied
+from gccompress.calibration import CalibrationOptions, calibrate
+from gccompress.errors import GccompressError, PlanError
+from gccompress.linalg import Damping
+from gccompress.models import LoadedModel, open_model
+from gccompress.moments import Fisher
+from gccompress.plan import DropLayers, Plan, move_params, plan_params
+from gccompress.planner import PlanOptions, budget_of, choose, make_plan
+from gccompress.planner.survey import survey
+from gccompress.roles import PAPER_SPACE, Role
+from gccompress.view import ModelView, model_shape
+from tests.tiny import FAMILIES, tiny_folder
+
+CALIBRATION = CalibrationOptions("self", 256, 32, 128, 0, Fisher(True, 1))
+OPTIONS = PlanOptions(multiple=4, spaces="paper", damping=Damping(0.03, 1e-3))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny Llama of five layers from a folder."""
+    folder = tiny_folder(tmp_path_factory.mktemp("model") / "tiny", "llama", layers=5)
+    return open_model(folder, cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache folder that the module's tests share."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def plan(loaded: LoadedModel, cache: str, keep: float = 0.8, **options: Any) -> Plan:
+    """Return a plan with the module's calibration."""
+    chosen = PlanOptions(**{**vars(OPTIONS), **options})
+    budget = budget_of(keep, None)
+    return choose(loaded, budget, options=chosen, calibration=CALIBRATION, cache_dir=cache).plan
+
+
+@pytest.mark.parametrize("strategy", ["auto", "share", "lowrank", "prune"])
+@pytest.mark.parametrize("keep", [0.9, 0.7, 0.5])
+def test_budgets_are_met_and_nearly_used(
+    loaded: LoadedModel, cache: str, strategy: str, keep: float
+) -> None:
+    found = plan(loaded, cache, keep, strategy=strategy, probe="none")
+    shape = model_shape(ModelView(loaded.model))
+    decoder, total = plan_params(found.moves, shape)
+    kept = decoder / shape.decoder_params()
+    assert kept <= keep
+    assert found.prediction.params_kept == pytest.approx(kept)
+    assert found.prediction.params == total
+    step = 0.2 if strategy == "prune" else 0.06  # a layer of five; a few ranks of a tiny model
+    assert kept > keep - step
+    saved = sum(move.saves for move in found.moves)
+    assert shape.decoder_params() - decoder == saved
+    for move in found.moves:
+        if not isinstance(move, DropLayers):
+            assert move_params(move, shape) > 0  # also raises where a matrix would grow
+
+
+def test_the_chosen_plan_is_the_least_predicted_of_its_kind(
+    loaded: LoadedModel, cache: str
+) -> None:
+    budget = budget_of(0.7, None)
+    options = PlanOptions(**{**vars(OPTIONS), "multiple": 1, "probe": "none"})
+    choice = choose(loaded, budget, options=options, calibration=CALIBRATION, cache_dir=cache)
+    losses = {
+        one.strategy: one.prediction.loss for one in choice.candidates if one.prediction is not None
+    }
+    assert losses["auto"] < losses["lowrank"]
+    assert losses["auto"] < losses["share"]
+    assert losses["rtn8"] < losses["rtn4"]
+    assert set(losses) == {"auto", "share", "lowrank", "prune", "rtn8", "rtn4"}
+
+
+def test_predicted_loss_is_what_the_factors_lose_by_the_same_formula(
+    loaded: LoadedModel, cache: str
+) -> None:
+    """For matrices factored alone the tail is exact; for groups the refit can only lower it."""
+    from gccompress.apply import factor_moves
+    from gccompress.moments import weighted
+    from gccompress.plan import LowRank, move_matrices
+
+    found = plan(loaded, cache, 0.6, probe="none", longest=3)
+    view = ModelView(loaded.model)
+    calibrated = calibrate(loaded, view, CALIBRATION, Path(cache))
+    moments, damping = calibrated.moments, OPTIONS.damping
+    for move, factors in factor_moves(view, moments, found.moves, damping):
+        loss = sum(
+            weighted(view, moments, role, layer, damping).loss(factors.product(index))
+            for index, (role, layer) in enumerate(move_matrices(move))
+        )
+        assert move.loss is not None
+        if isinstance(move, LowRank):
+            assert loss == pytest.approx(move.loss, rel=1e-5, abs=1e-12)
+        else:
+            assert loss <= move.loss * (1 + 1e-6) + 1e-12
+
+
+def test_a_probe_is_the_measured_rise_on_the_heldout_windows(
+    loaded: LoadedModel, cache: str
+) -> None:
+    found = plan(loaded, cache, 0.6, probe="chosen")
+    view = ModelView(loaded.model)
+    calibrated = calibrate(loaded, view, CALIBRATION, Path(cache))
+    ids = calibrated.heldout.ids
+    assert len(ids) == 4
+
+    def perplexity() -> float:
+        with torch.no_grad():
+            logits = loaded.model(ids).logits[:, :-1].flatten(0, 1)
+        return math.exp(float(nn.functional.cross_entropy(logits, ids[:, 1:].flatten())))
+
+    prediction = found.prediction
+    assert prediction.measured
+    assert prediction.dense_ppl == pytest.approx(perplexity(), rel=1e-4)
+    with applied(view, calibrated.moments, found.moves, OPTIONS.damping):
+        assert prediction.ppl == pytest.approx(perplexity(), rel=1e-4)
+    assert prediction.ppl_low <= prediction.ppl <= prediction.ppl_high
+
+
+def test_without_a_probe_the_band_is_wide_and_says_so(loaded: LoadedModel, cache: str) -> None:
+    found = plan(loaded, cache, 0.6, probe="none").prediction
+    assert not found.measured
+    assert found.ppl is None and found.dense_ppl is None
+
+
+def test_same_inputs_same_plan_and_the_cache_changes_nothing(
+    loaded: LoadedModel, cache: str, tmp_path: Path
+) -> None:
+    first = plan(loaded, cache, 0.75)
+    assert plan(loaded, cache, 0.75) == first
+    fresh = plan(loaded, str(tmp_path), 0.75)
+    assert fresh.to_yaml() == first.to_yaml()
+
+
+def test_a_size_budget_is_a_budget_of_the_whole_checkpoint(
+    loaded: LoadedModel, cache: str, tmp_path: Path
+) -> None:
+    from gccompress.apply import apply_plan
+
+    whole = model_shape(ModelView(loaded.model)).total_params * 4
+    limit = int(0.85 * whole)
+    found = choose(
+        loaded,
+        budget_of(None, limit),
+        options=OPTIONS,
+        calibration=CALIBRATION,
+        cache_dir=cache,
+    ).plan
+    again = open_model(loaded.source.path, cache_dir=cache)
+    done = apply_plan(found, again, tmp_path / "out", cache_dir=cache)
+    assert 0.8 * limit < done.bytes_after <= limit
+
+
+def test_budgets_that_no_plan_can_meet_say_the_closest(loaded: LoadedModel, cache: str) -> None:
+    with pytest.raises(PlanError, match="smallest this strategy reaches"):
+        plan(loaded, cache, 0.001, probe="none")
+    with pytest.raises(PlanError, match="one layer has"):
+        plan(loaded, cache, 0.1, strategy="prune", probe="none")
+    with pytest.raises(PlanError, match="embeddings, norms"):
+        choose(loaded, budget_of(None, 1000), calibration=CALIBRATION, cache_dir=cache)
+
+
+@pytest.mark.parametrize("keep", [0.0, -0.1, 1.1, float("nan"), float("inf")])
+def test_a_share_outside_zero_to_one_is_refused(keep: float) -> None:
+    with pytest.raises(PlanError, match="wanted a share in"):
+        budget_of(keep, None)
+
+
+def test_sizes_are_read_in_the_usual_units() -> None:
+    sizes = {"200MB": 200_000_000, "1.5GiB": 1_610_612_736, "123": 123, " 2 kb ": 2000, "1M": 10**6}
+    for text, size in sizes.items():
+        assert budget_of(None, text).max_size == size
+    for text in ("", "MB", "-1MB", "1XB", "0", "1e9"):
+        with pytest.raises(PlanError):
+            budget_of(None, text)
+    with pytest.raises(PlanError, match="one budget"):
+        budget_of(None, None)
+    with pytest.raises(PlanError, match="one budget"):
+        budget_of(0.5, 100)
+
+
+def test_keeping_everything_does_nothing(loaded: LoadedModel, cache: str) -> None:
+    found = plan(loaded, cache, 1.0)
+    assert found.moves == ()
+    assert found.prediction.ppl == pytest.approx(found.prediction.dense_ppl)
+
+
+def test_few_tokens_are_damped_with_a_warning_and_still_give_a_plan(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    few = CalibrationOptions("self", 32, 32, 32, 0, Fisher(True, 0))
+    found = make_plan(
+        loaded,
+        keep=0.8,
+        options=PlanOptions(multiple=4, spaces="paper"),
+        calibration=few,
+        cache_dir=str(tmp_path),
+    )
+    assert any("32 calibration tokens for an input of width 96" in note for note in found.notes)
+    assert found.prediction.ppl is not None and math.isfinite(found.prediction.ppl)
+
+
+def test_less_than_a_window_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(GccompressError, match="less than one window"):
+        make_plan(
+            loaded,
+            keep=0.8,
+            options=OPTIONS,
+            calibration=CalibrationOptions("self", 16, 32),
+            cache_dir=str(tmp_path),
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_a_plan_that_can_be_carried_out(family: str, tmp_path: Path) -> None:
+    from gccompress.apply import apply_plan
+
+    folder = tiny_folder(tmp_path / "tiny", family, layers=3)
+    loaded = open_model(folder, cache_dir=tmp_path)
+    options = PlanOptions(multiple=4, damping=Damping(0.03, 1e-3))  # spaces as measured
+    found = make_plan(
+        loaded, keep=0.7, options=options, calibration=CALIBRATION, cache_dir=str(tmp_path)
+    )
+    done = apply_plan(found, folder, tmp_path / "out", cache_dir=str(tmp_path))
+    assert done.params_after == found.prediction.params
+    assert done.reload_max_abs_diff is not None and done.reload_max_abs_diff < 1e-4
+
+
+def test_an_interrupted_survey_goes_on(
+    loaded: LoadedModel, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gccompress.planner import survey as module
+
+    view = ModelView(loaded.model)
+    moments = calibrate(loaded, view, CALIBRATION, Path(cache)).moments
+    whole = survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "a")
+    price, seen = module._price_role, []
+
+    def dies_at_down(*args: Any) -> Any:
+        seen.append(args[2])
+        if args[2] is Role.DOWN and seen.count(Role.DOWN) == 1:
+            raise KeyboardInterrupt
+        return price(*args)
+
+    monkeypatch.setattr(module, "_price_role", dies_at_down)
+    with pytest.raises(KeyboardInterrupt):
+        survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "b")
+    again = survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "b")
+    assert seen == [*view.roles, Role.DOWN]
+    assert again.quantized == whole.quantized
+    for one, other in zip(again.segments, whole.segments, strict=True):
+        assert (one.role, one.layers, one.per_rank) == (other.role, other.layers, other.per_rank)
+        assert (one.saved == other.saved).all()
+
+
+def test_a_damaged_survey_is_made_again(
+    loaded: LoadedModel, cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = ModelView(loaded.model)
+    moments = calibrate(loaded, view, CALIBRATION, Path(cache)).moments
+    first = survey(view, moments, PAPER_SPACE, longest=1, damping=Damping(), cache=tmp_path)
+    for path in (tmp_path / "surveys").iterdir():
+        path.write_bytes(b"damaged")
+    again = survey(view, moments, PAPER_SPACE, longest=1, damping=Damping(), cache=tmp_path)
+    assert "damaged" in caplog.text
+    assert again.quantized == first.quantized
