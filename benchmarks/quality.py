@@ -18,19 +18,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from gccompress.models import open_model
-from gccompress.text import Windows, cut_windows
 
 from gccompress.apply import applied
 from gccompress.files import cache_folder, write_text
 from gccompress.linalg import Damping
+from gccompress.models import open_model
 from gccompress.moments import Fisher, Moments, collect_moments
 from gccompress.plan import AnyMove, plan_params
 from gccompress.planner import strategies
-from gccompress.planner.allocate import allocate
 from gccompress.planner.probe import window_losses
 from gccompress.planner.survey import Segment, survey
 from gccompress.roles import PAPER_SPACE, Role, Space
+from gccompress.text import Windows, cut_windows
 from gccompress.view import ModelView, model_shape
 
 WRONG_SPACE = {
@@ -41,6 +40,7 @@ BASIS_SHARING_SPACE = {
     role: Space.NONE if role in (Role.O, Role.DOWN) else Space.INPUT for role in Role
 }
 NO_DAMPING = Damping(a=0.0, g=0.0)
+DAMPED = Damping(a=0.03)
 CALIBRATION_WINDOWS, TEST_WINDOWS, SEQLEN = 32, 24, 512
 
 
@@ -177,14 +177,13 @@ def allocated_rows(bench: Bench, keep: float) -> None:
     """Ranks allocated by one price, and layers dropped."""
     budget = bench.budget(keep)
     full = bench.moments(Fisher(True, 0))
-    half = bench.moments(Fisher(True, 0), windows=16)
-    default = bench.moments(Fisher(True, 1))
-    best = bench.moments(Fisher(True, 5))
 
     def auto(moments: Moments, longest: int, damping: Damping, multiple: int) -> list[AnyMove]:
         segments = bench.segments(moments, PAPER_SPACE, longest, damping)
-        chosen = allocate([s for s in segments if len(s.layers) <= longest], budget, multiple)
-        return [one.segment.move(one.rank) for one in chosen if one.rank is not None]
+        return strategies.auto(segments, budget, multiple)
+
+    def row(name: str, moments: Moments, longest: int, damping: Damping, multiple: int) -> None:
+        bench.row(name, keep, moments, lambda: auto(moments, longest, damping, multiple), damping)
 
     bench.row(
         "drop layers by block influence (ShortGPT)",
@@ -192,21 +191,30 @@ def allocated_rows(bench: Bench, keep: float) -> None:
         full,
         lambda: strategies.prune(bench.shape, full.influence, budget),
     )
-    bench.row("allocated, alone, A of 16 windows", keep, half, lambda: auto(half, 1, NO_DAMPING, 1))
-    bench.row("allocated, alone", keep, full, lambda: auto(full, 1, NO_DAMPING, 1))
-    bench.row("allocated, segments up to 4", keep, full, lambda: auto(full, 4, NO_DAMPING, 1))
-    damped = Damping(a=0.03)
-    bench.row(
-        "allocated, alone, 5 draws, A shrunk", keep, best, lambda: auto(best, 1, damped, 1), damped
-    )
+    row("allocated, alone", full, 1, NO_DAMPING, 1)
+    row("allocated, segments up to 4", full, 4, NO_DAMPING, 1)
+    default = bench.moments(Fisher(True, 1))
     for multiple in (1, 8, 32):
         name = f"allocated, segments up to 3, 1 draw, A shrunk, multiples of {multiple} (product)"
+        row(name, default, 3, DAMPED, multiple)
+
+
+def estimate_rows(bench: Bench, keep: float) -> None:
+    """What better and worse estimates of A are worth."""
+    budget = bench.budget(keep)
+    for name, fisher, windows in (
+        ("allocated, alone, A and G of 16 windows", Fisher(True, 0), 16),
+        ("allocated, alone, 5 draws, A shrunk", Fisher(True, 5), 32),
+    ):
+        damping = DAMPED if fisher.draws else NO_DAMPING
+        moments = bench.moments(fisher, windows=windows)
+        segments = bench.segments(moments, PAPER_SPACE, 1, damping)
         bench.row(
             name,
             keep,
-            default,
-            lambda m=multiple: auto(default, 3, damped, m),
-            damped,  # type: ignore[misc]
+            moments,
+            lambda segments=segments: strategies.auto(segments, budget, 1),  # type: ignore[misc]
+            damping,
         )
 
 
@@ -247,6 +255,7 @@ def main() -> None:
     uniform_rows(bench, 0.8)
     for keep in (0.9, 0.6):
         allocated_rows(bench, keep)
+    estimate_rows(bench, 0.8)
     write_text(options.out, markdown(bench, f"python benchmarks/quality.py --data {options.data}"))
 
 

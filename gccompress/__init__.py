@@ -1,7 +1,77 @@
-"""Global cross-layer compression of transformer language models."""
+"""Make language models smaller by the structure their layers share, and check what it cost.
 
+The public API, each name imported when it is first used; importing the package registers the
+checkpoint classes with transformers once that is imported, and costs neither it nor torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gccompress.errors import GccompressError
 from gccompress.registration import register_when_needed
 
+if TYPE_CHECKING:
+    from gccompress.apply import Applied, apply_plan
+    from gccompress.calibration import CalibrationOptions
+    from gccompress.continuity import ContinuityReport, analyze
+    from gccompress.evaluate import Evaluation, evaluate
+    from gccompress.models import load_model, open_model
+    from gccompress.pipeline import Run, run
+    from gccompress.plan import Plan
+    from gccompress.planner import Choice, PlanOptions, choose, make_plan
+    from gccompress.recipe import Recipe
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Applied": "apply",
+    "CalibrationOptions": "calibration",
+    "Choice": "planner",
+    "ContinuityReport": "continuity",
+    "Evaluation": "evaluate",
+    "Plan": "plan",
+    "PlanOptions": "planner",
+    "Recipe": "recipe",
+    "Run": "pipeline",
+    "analyze": "continuity",
+    "apply_plan": "apply",
+    "choose": "planner",
+    "evaluate": "evaluate",
+    "load_model": "models",
+    "make_plan": "planner",
+    "open_model": "models",
+    "run": "pipeline",
+}
+
+__all__ = [
+    "Applied",
+    "CalibrationOptions",
+    "Choice",
+    "ContinuityReport",
+    "Evaluation",
+    "GccompressError",
+    "Plan",
+    "PlanOptions",
+    "Recipe",
+    "Run",
+    "analyze",
+    "apply_plan",
+    "choose",
+    "evaluate",
+    "load_model",
+    "make_plan",
+    "open_model",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
 
 register_when_needed()

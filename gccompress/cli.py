@@ -17,6 +17,8 @@ from gccompress.errors import GccompressError
 if TYPE_CHECKING:
     from gccompress.planner import Choice
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     help="""Make a language model smaller, and know beforehand what it costs.
 
@@ -144,7 +146,7 @@ def analyze(
     if out is not None:
         refuse_non_empty(out)
     loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
-    report = measure(loaded, cache_dir=cache_dir)
+    report = measure(loaded, device=device)
     if out is not None:
         report.save(out)
     if as_json:
@@ -469,13 +471,16 @@ def _quiet_libraries() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the console script. Exits with the codes of the module docstring."""
     try:
-        app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, standalone_mode=False)
+        if code == INTERRUPTED:  # typer turns Ctrl-C into this return value
+            raise KeyboardInterrupt
+        sys.exit(code if isinstance(code, int) else 0)
     except GccompressError as error:
         print(f"gccompress: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("gccompress: interrupted; finished stages are kept", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         code = _usage_error(error)
         if code is None:
@@ -489,7 +494,7 @@ def _usage_error(error: Exception) -> int | None:
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
     if isinstance(error, typer.Abort):
-        return 130
+        return INTERRUPTED
     if callable(show) and isinstance(code, int):
         show()
         return code

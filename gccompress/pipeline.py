@@ -70,11 +70,10 @@ def run(
         GccompressError: from any stage; finished stages stay.
     """
     from gccompress.apply import apply_plan
-    from gccompress.continuity import analyze
     from gccompress.evaluate import Evaluation, evaluate
     from gccompress.models import open_model
     from gccompress.plan import Plan
-    from gccompress.planner import choose, options_of
+    from gccompress.planner import choose, continuity_of, options_of
 
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     folder = Path(out)
@@ -90,7 +89,7 @@ def run(
 
     continuity = folder / "continuity"
     record.stage(
-        "analyze", continuity, sources, lambda: analyze(dense, cache_dir=cache_dir).save(continuity)
+        "analyze", continuity, sources, lambda: continuity_of(dense, cache_dir).save(continuity)
     )
 
     plan_path = folder / "plan.yaml"

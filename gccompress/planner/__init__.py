@@ -7,6 +7,7 @@ from gccompress.planner.choose import (
     PlanOptions,
     budget_of,
     choose,
+    continuity_of,
     make_plan,
     options_of,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "PlanOptions",
     "budget_of",
     "choose",
+    "continuity_of",
     "make_plan",
     "options_of",
 ]

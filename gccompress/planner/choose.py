@@ -15,9 +15,9 @@ from gccompress.calibration import (
     calibrate,
     damping_warnings,
 )
-from gccompress.continuity import analyze, space_of
-from gccompress.errors import PlanError
-from gccompress.files import cache_folder
+from gccompress.continuity import ContinuityReport, analyze, space_of
+from gccompress.errors import GccompressError, PlanError
+from gccompress.files import cache_folder, write_text
 from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model, stored_dtype
 from gccompress.moments import Fisher
@@ -155,7 +155,22 @@ def _spaces(
 ) -> Mapping[Role, Space]:
     if options.spaces == "paper":
         return PAPER_SPACE
-    return space_of(analyze(loaded, cache_dir=cache_dir))
+    return space_of(continuity_of(loaded, cache_dir))
+
+
+def continuity_of(loaded: LoadedModel, cache_dir: str | None = None) -> ContinuityReport:
+    """Return a model's continuity, measured once and then read from the cache by its hash."""
+    name = loaded.source.hash.removeprefix("sha256:")
+    path = cache_folder(cache_dir) / "continuity" / f"{name}.json"
+    if path.exists():
+        try:
+            found = ContinuityReport.from_json(path.read_text(encoding="utf-8"))
+            return found.model_copy(update={"model": loaded.source.name})
+        except GccompressError as error:
+            logger.warning("%s: %s; measuring again", path, error)
+    report = analyze(loaded, device=str(loaded.model.device))
+    write_text(path, report.to_json())
+    return report
 
 
 def make_plan(
