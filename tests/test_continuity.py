@@ -461,7 +461,7 @@ def test_analysing_changes_nothing_and_takes_a_model_or_a_folder(tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ContinuityReport:
+def smollm2() -> ContinuityReport:
     return analyze("smollm2-135m", device="cpu", progress=False)
 
 
