@@ -119,8 +119,8 @@ def applied(
                 for index, (role, layer) in enumerate(move_matrices(move)):
                     originals.append((role, layer, view.weight(role, layer).clone()))
                     view.set_weight(role, layer, factors.product(index))
-            for move in moves:
-                for layer in move.layers if isinstance(move, DropLayers) else ():
+            for drop in moves:
+                for layer in drop.layers if isinstance(drop, DropLayers) else ():
                     hook = view.layer(layer).register_forward_hook(_pass_input_on)
                     stack.callback(hook.remove)
             yield

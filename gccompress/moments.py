@@ -246,11 +246,11 @@ def _backward(model: Any, ids: Tensor, fisher: Fisher, seed: int, index: int) ->
         nll = nn.functional.cross_entropy(logits, target, reduction="sum")
         if not bool(torch.isfinite(nll)):
             raise NumericalError(
-                f"calibration window {index}: loss is {float(nll.detach())}; the model overflows on this "
-                "text; try --dtype float32 or other text"
+                f"calibration window {index}: loss is {float(nll.detach())}; the model overflows "
+                "on this text; try --dtype float32 or other text"
             )
         # Only the hooks want the gradients; no parameter requires one.
-        nll.backward(retain_graph=number + 1 < len(labels))  # type: ignore[no-untyped-call]
+        nll.backward(retain_graph=number + 1 < len(labels))
 
 
 @contextmanager
@@ -307,7 +307,7 @@ def _role_hook(
         if with_input:
             x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
             state[f"{layer}.g.{_input_key(role)}"].addmm_(x.T, x)
-        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+        output.register_hook(on_gradient)
 
     return on_forward
 

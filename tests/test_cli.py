@@ -255,6 +255,7 @@ def test_damaged_models(
 
 
 KEEP = ("plan", "--model", "MODEL", "--keep")
+WINDOWS = ("--tokens", "64", "--seqlen", "32")
 SOURCE = (*KEEP, "0.8", *PLAN, "--calibration")
 
 

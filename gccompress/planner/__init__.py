@@ -2,7 +2,7 @@
 
 from gccompress.linalg import Damping
 from gccompress.planner.candidates import Candidate, Choice
-from gccompress.planner.choose import (
+from gccompress.planner.choice import (
     STRATEGIES,
     PlanOptions,
     budget_of,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 
 from gccompress import linalg
 from gccompress.files import new_file
@@ -170,5 +171,5 @@ def _read(path: Path) -> dict[str, NDArray[np.float64]] | None:
         return None
 
 
-def _numpy(saved: linalg.Tensor) -> NDArray[np.float64]:
+def _numpy(saved: Tensor) -> NDArray[np.float64]:
     return saved.cpu().numpy()

@@ -282,7 +282,7 @@ def _probe(
     if options.probe == "none" or not len(calibrated.heldout.ids):
         return {}, None
     dense = window_losses(view, calibrated.heldout)
-    measured = {
+    measured: dict[str, Probe] = {
         name: probe(
             view,
             calibrated.moments,
