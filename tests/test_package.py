@@ -22,7 +22,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 HEAVY = {"torch", "datasets", "matplotlib", "lm_eval", "scipy", "sklearn", "pandas", "peft"}
 PICKLES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # Where the name to import is not the name to install.
-DISTRIBUTIONS = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "lm_eval": "lm-eval",
+    "huggingface_hub": "huggingface-hub",
+}
 COMMANDS = ("analyze", "plan", "apply", "evaluate", "run", "models", "demo")
 
 
