@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS_PER_TOKEN = 256
 LEAST_CHARACTERS = 1 << 16
 BLOCK = 1 << 18  # bytes unpacked at a time
+LONGEST_LINE = 1 << 26  # characters of one JSONL row
 # The last tokens of a cut text are not those of the whole; farther in they are.
 MARGIN_TOKENS = 64
 
@@ -297,7 +298,7 @@ def _lines(text: Iterator[str], path: Path) -> Iterator[str]:
     for piece in text:
         *whole, rest = (rest + piece).split("\n")
         yield from whole
-        if len(rest) > 1 << 26:
+        if len(rest) > LONGEST_LINE:
             raise TextError(f"text {path}: a line of more than {len(rest)} characters is no row")
     yield rest
 
