@@ -10,6 +10,8 @@ import json
 import logging
 import re
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -105,6 +107,28 @@ def known_aliases() -> tuple[Alias, ...]:
     return tuple(Alias(**row) for row in tomllib.loads(text)["aliases"])
 
 
+@dataclass(frozen=True)
+class Located:
+    """A model found, its files not looked into yet beyond the name of its family.
+
+    Attributes:
+        name: as the user gave it.
+        path: folder with a config.json, or a `.gguf` file.
+        revision: the hub's commit, None for what is not from the hub.
+        hub_id: the hub's name of it, None for what is not from the hub.
+    """
+
+    name: str
+    path: Path
+    revision: str | None = None
+    hub_id: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file rather than a folder."""
+        return self.path.suffix == ".gguf" and self.path.is_file()
+
+
 def resolve(
     model: str | Path,
     *,
@@ -126,6 +150,22 @@ def resolve(
         UnsupportedModelError: a family this package does not know.
         NumericalError: a weight is not finite.
     """
+    found = locate(model, revision=revision, with_code=with_code)
+    with hub_remedy(found):
+        if not found.is_gguf:
+            return _from_folder(found.name, found.path, cache_dir, found.revision)
+        folder, digest = convert(found.path, cache_dir)
+        source = _from_folder(found.name, folder, cache_dir)
+        return ModelSource(found.name, source.path, f"sha256:{digest}")
+
+
+def locate(model: str | Path, *, revision: str | None = None, with_code: bool = False) -> Located:
+    """Find a model, and fetch it if need be; reads no weights. Arguments as for `resolve`.
+
+    Raises:
+        ModelError: not found, or not to be had.
+        UnsupportedModelError: on the hub, and of a family this package does not know.
+    """
     name = str(model)
     alias = _alias(name) if isinstance(model, str) else None
     if alias is not None:
@@ -133,17 +173,31 @@ def resolve(
             logger.warning("%s is taken as the alias; write ./%s for the local one", name, name)
         embedded = alias.embedded() if revision is None else None
         if embedded is not None:
-            return _from_gguf(name, embedded, cache_dir)
-        return _from_hub(name, alias, revision, cache_dir, with_code)
+            return Located(name, embedded)
+        return _from_hub(name, alias, revision, with_code)
     path = Path(model).expanduser()
     if path.exists():
         if revision is not None:
             raise ModelError(f"{name} is local and has no revision {revision!r}; leave it out")
-        return _from_path(name, path, cache_dir)
+        return Located(name, _from_path(name, path))
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         anonymous = Alias(name=name, hub_id=name, family="", params=0)
-        return _from_hub(name, anonymous, revision, cache_dir, with_code)
+        return _from_hub(name, anonymous, revision, with_code)
     raise ModelError(_not_found(name, isinstance(model, Path)))
+
+
+@contextmanager
+def hub_remedy(found: Located) -> Iterator[None]:
+    """Add to a `ModelError` about a model from the hub how to fetch it whole."""
+    try:
+        yield
+    except ModelError as error:
+        if found.hub_id is None:
+            raise
+        remedy = f"fetch it: hf download {found.hub_id}"
+        if not any(found.path.glob("*.safetensors")):
+            remedy += " (pickled weights are never fetched; take a safetensors version)"
+        raise type(error)(f"hub model {found.hub_id}: {error}; {remedy}") from error
 
 
 def _alias(name: str) -> Alias | None:
@@ -163,11 +217,11 @@ def _not_found(name: str, is_path: bool) -> str:
     )
 
 
-def _from_path(name: str, path: Path, cache_dir: str | Path | None) -> ModelSource:
-    """Resolve an existing file or folder."""
+def _from_path(name: str, path: Path) -> Path:
+    """Return which existing folder or GGUF file is meant."""
     if path.is_file():
         if path.suffix == ".gguf":
-            return _from_gguf(name, path, cache_dir)
+            return path
         raise ModelError(
             f"model {name} is a file, wanted a .gguf file or the folder that holds config.json "
             "and the weights; pass that"
@@ -180,9 +234,9 @@ def _from_path(name: str, path: Path, cache_dir: str | Path | None) -> ModelSour
     if empty:
         raise ModelError(f"model folder {name} is empty; wanted config.json and *.safetensors")
     if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors*"))):
-        return _from_folder(name, path, cache_dir)
+        return path
     if len(ggufs) == 1:
-        return _from_gguf(name, ggufs[0], cache_dir)
+        return ggufs[0]
     if ggufs:
         listed = ", ".join(file.name for file in ggufs[:4])
         raise ModelError(f"model folder {name} holds {len(ggufs)} GGUF files ({listed}); name one")
@@ -200,13 +254,6 @@ def _from_folder(
     check_family(read_config(folder), name)
     files = weight_files(folder)
     return ModelSource(name, folder, content_hash(folder, files, cache_dir), revision)
-
-
-def _from_gguf(name: str, file: Path, cache_dir: str | Path | None) -> ModelSource:
-    """Dequantise a GGUF file into the cache, once; its own hash is the model's."""
-    folder, digest = convert(file, cache_dir)
-    source = _from_folder(name, folder, cache_dir)
-    return ModelSource(name, source.path, f"sha256:{digest}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -231,13 +278,7 @@ def check_family(config: dict[str, Any], name: str) -> None:
         raise UnsupportedModelError(f"model {name}: {error}") from error
 
 
-def _from_hub(
-    name: str,
-    alias: Alias,
-    revision: str | None,
-    cache_dir: str | Path | None,
-    with_code: bool,
-) -> ModelSource:
+def _from_hub(name: str, alias: Alias, revision: str | None, with_code: bool) -> Located:
     """Fetch from the hub, or find in its cache; the config first, as it may be refused."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -257,13 +298,7 @@ def _from_hub(
             f"hub model {hub_id} has no config.json; of a GGUF repository download one file and "
             "pass its path"
         )
-    try:
-        return _from_folder(name, first, cache_dir, first.name)
-    except ModelError as error:
-        remedy = f"fetch it: hf download {hub_id}"
-        if not any(first.glob("*.safetensors")):
-            remedy += " (pickled weights are never fetched; take a safetensors version)"
-        raise type(error)(f"hub model {hub_id}: {error}; {remedy}") from error
+    return Located(name, first, first.name, hub_id)
 
 
 def _not_to_be_had(name: str, alias: Alias, revision: str | None, error: Exception) -> str:

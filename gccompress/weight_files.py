@@ -38,10 +38,19 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as its file's header describes it: dtype by the format's name, shape."""
+    """A tensor as its file's header describes it.
+
+    Attributes:
+        dtype: by the format's name, as "BF16".
+        shape: as stored.
+        start: where its bytes begin in the file.
+        nbytes: how many there are.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -137,26 +146,29 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        spans = {name: _entry(entry) for name, entry in header.items()}
+        entries = {name: _entry(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file}: damaged safetensors header ({error}); {AGAIN}") from error
-    wanted = 8 + length + max((end for _, end in spans.values()), default=0)
+    ends = (entry.start + entry.nbytes for entry in entries.values())
+    wanted = max(ends, default=8 + length)
     if size != wanted:
         state = "truncated" if size < wanted else "longer than its header says"
         raise ModelError(f"{file} is {state}: {size} bytes, wanted {wanted}; {AGAIN}")
-    return {name: entry for name, (entry, _) in spans.items()}
+    return entries
 
 
-def _entry(entry: dict[str, list[int] | str]) -> tuple[TensorEntry, int]:
-    """Check one header entry; return it with the offset of its last byte."""
+def _entry(entry: dict[str, list[int] | str], data: int) -> TensorEntry:
+    """Check one header entry of a file whose tensors begin at byte `data`."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or isinstance(shape, str) or isinstance(offsets, str):
         raise TypeError("an entry is not dtype, shape, data_offsets")
     start, end = offsets
+    if not 0 <= start <= end:
+        raise ValueError(f"data_offsets {offsets}")
     bits = _BITS.get(dtype)
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"{end - start} bytes for {dtype} {shape}")
-    return TensorEntry(dtype, tuple(shape)), end
+    return TensorEntry(dtype, tuple(shape), data + start, end - start)
 
 
 def content_hash(folder: Path, files: tuple[Path, ...], cache_dir: str | Path | None = None) -> str:
