@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from gccompress.architectures import ArchSpec, SiteSpec, spec_for
+from gccompress.architectures import ArchSpec, SiteSpec, refuse_config, spec_for, split_rows
 from gccompress.errors import ModelError, NumericalError, PlanError, UnsupportedModelError
 from gccompress.roles import Role
 from gccompress.sizes import ModelShape
-
-_EXPERT_FIELDS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-)
+from gccompress.weight_source import norm_scale
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class ModelView:
         for index in range(self.num_layers):
             for site in self.spec.sites:
                 self._module(site, index)
-                _parts(self.model.config, site, self._out_features(site, index))
+                split_rows(self.model.config, site, self._out_features(site, index))
 
     @property
     def num_layers(self) -> int:
@@ -101,7 +94,7 @@ class ModelView:
     def site(self, role: Role, layer: int) -> Site:
         """Return where the weight of (role, layer) is stored."""
         spec = self.spec.site_of(role)
-        parts = _parts(self.model.config, spec, self._out_features(spec, layer))
+        parts = split_rows(self.model.config, spec, self._out_features(spec, layer))
         start, stop = next((start, stop) for name, start, stop in parts if name is role)
         return Site(
             module=f"{self.spec.layers}.{layer}.{spec.module}",
@@ -253,7 +246,7 @@ class ModelView:
         if norm is None:
             return None
         weight = self._tensor(f"{self.spec.layers}.{layer}.{norm}", "weight").detach()
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.spec.norm_offset
+        return norm_scale(weight, self.spec)
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
@@ -264,27 +257,12 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{kind} has no config with a model_type, wanted a transformers causal language model"
         )
-    if hasattr(config, "gccompress"):
-        raise UnsupportedModelError(
-            f"{kind} is already compressed, wanted a plain model; start from the original or "
-            "export it with --format dense"
-        )
-    experts = [name for name in _EXPERT_FIELDS if getattr(config, name, None)]
-    if experts:
-        raise UnsupportedModelError(
-            f"{kind} is a mixture of experts (config has {experts[0]}), wanted one MLP per layer; "
-            "no such family is supported yet"
-        )
+    refuse_config(config, kind)
     method = _quantisation(model)
     if method:
         raise UnsupportedModelError(
             f"{kind} is quantised ({method}), wanted plain weights; load it unquantised or call "
             "model.dequantize() first"
-        )
-    if getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModelError(
-            f"{kind} has per_layer_config, wanted the same config for every layer; such models "
-            "are not supported yet"
         )
 
 
@@ -298,22 +276,6 @@ def _quantisation(model: PreTrainedModel) -> str | None:
     else:
         method = getattr(settings, "quant_method", None)
     return str(getattr(method, "value", method) or "unknown method")
-
-
-def _parts(config: Any, site: SiteSpec, rows: int) -> tuple[tuple[Role, int, int], ...]:
-    """Split a module's `rows` outputs over its roles in proportion to their units."""
-    units = [int(getattr(config, name)) for name in site.units] or [1] * len(site.roles)
-    size, rest = divmod(rows, sum(units))
-    if rest:
-        raise UnsupportedModelError(
-            f"{site.module} has {rows} outputs, wanted a multiple of {sum(units)} to split over "
-            f"{', '.join(site.roles)}; the config does not fit the weights"
-        )
-    parts, start = [], 0
-    for role, unit in zip(site.roles, units, strict=True):
-        parts.append((role, start, start + unit * size))
-        start += unit * size
-    return tuple(parts)
 
 
 def _slice_config(config: Any, spec: ArchSpec, kept: list[int], count: int) -> None:
@@ -343,6 +305,9 @@ def model_shape(view: ModelView, stored: torch.dtype | None = None) -> ModelShap
         matrices={role: view.shape(role, 0) for role in view.roles},
         layer_params=layer,
         total_params=total,
+        biases_per_neuron=sum(
+            view.bias(role, 0) is not None for role in view.roles if role in (Role.GATE, Role.UP)
+        ),
         head_params=model.get_output_embeddings().weight.numel(),
         bytes_per_param=(stored or model.dtype).itemsize,
     )

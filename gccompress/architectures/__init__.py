@@ -13,6 +13,14 @@ from typing import Any
 from gccompress.errors import UnsupportedModelError
 from gccompress.roles import Role
 
+_EXPERT_FIELDS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_experts_per_tok",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SiteSpec:
@@ -142,3 +150,70 @@ def spec_for(model_type: str) -> ArchSpec:
         f"model type {model_type!r} is not known; known: {types}; "
         f"to add it, write gccompress/architectures/{model_type}.toml after llama.toml"
     )
+
+
+def split_rows(config: Any, site: SiteSpec, rows: int) -> tuple[tuple[Role, int, int], ...]:
+    """Split a module's `rows` outputs over its roles in proportion to their units.
+
+    Returns:
+        Each role with its first row and one past its last, in the order they are stacked.
+
+    Raises:
+        UnsupportedModelError: the rows cannot be split so.
+    """
+    units = [int(getattr(config, name)) for name in site.units] or [1] * len(site.roles)
+    size, rest = divmod(rows, sum(units))
+    if rest:
+        raise UnsupportedModelError(
+            f"{site.module} has {rows} outputs, wanted a multiple of {sum(units)} to split over "
+            f"{', '.join(site.roles)}; the config does not fit the weights"
+        )
+    parts, start = [], 0
+    for role, unit in zip(site.roles, units, strict=True):
+        parts.append((role, start, start + unit * size))
+        start += unit * size
+    return tuple(parts)
+
+
+def role_shapes(config: Any, spec: ArchSpec) -> dict[Role, tuple[int, int]]:
+    """Return the shape `(out, in)` that a config gives each role of its family."""
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    queries = heads * head_dim
+    keys = int(getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    width = int(getattr(config, spec.mlp_width) or 4 * hidden)
+    shapes = {
+        Role.Q: (queries, hidden),
+        Role.K: (keys, hidden),
+        Role.V: (keys, hidden),
+        Role.O: (hidden, queries),
+        Role.GATE: (width, hidden),
+        Role.UP: (width, hidden),
+        Role.DOWN: (hidden, width),
+    }
+    return {role: shapes[role] for role in spec.roles}
+
+
+def refuse_config(config: Any, name: str) -> None:
+    """Raise `UnsupportedModelError` for a config that no family's data can describe.
+
+    Args:
+        config: a transformers config, or anything with its fields as attributes.
+        name: what to call the model.
+    """
+    if hasattr(config, "gccompress"):
+        raise UnsupportedModelError(
+            f"{name} is already compressed, wanted a plain model; start from the original or "
+            "export it with --format dense"
+        )
+    experts = [field for field in _EXPERT_FIELDS if getattr(config, field, None)]
+    if experts:
+        raise UnsupportedModelError(
+            f"{name} is a mixture of experts (config has {experts[0]}), wanted one MLP per layer; "
+            "no such family is supported yet"
+        )
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError(
+            f"{name} has per_layer_config, wanted the same config for every layer; such models "
+            "are not supported yet"
+        )
