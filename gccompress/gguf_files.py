@@ -30,8 +30,7 @@ def convert(file: Path, cache_dir: str | Path | None = None) -> tuple[Path, str]
     """
     from filelock import FileLock
 
-    if _SPLIT.search(file.name):
-        raise ModelError(f"{file} is one part of a split GGUF; merge it: llama-gguf-split --merge")
+    refuse_split(file)
     try:
         digest = remembered_sha256(file, cache_dir)
     except OSError as error:
@@ -52,6 +51,12 @@ def convert(file: Path, cache_dir: str | Path | None = None) -> tuple[Path, str]
             f"cache folder {parent}: {error.strerror or error}; name another with --cache-dir"
         ) from error
     return folder, digest
+
+
+def refuse_split(file: Path) -> None:
+    """Raise `ModelError` for one part of a GGUF file that was split, told by its name."""
+    if _SPLIT.search(file.name):
+        raise ModelError(f"{file} is one part of a split GGUF; merge it: llama-gguf-split --merge")
 
 
 def _damage(folder: Path, digest: str, cache_dir: str | Path | None) -> str | None:

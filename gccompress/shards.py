@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from gccompress.architectures import ArchSpec, SiteSpec, refuse_config, spec_for, split_rows
-from gccompress.errors import ModelError, UnsupportedModelError
+from gccompress.errors import ModelError
+from gccompress.gguf_storage import open_gguf
 from gccompress.roles import Role
 from gccompress.sources import Located, check_family, hub_remedy, locate, read_config
 from gccompress.storage import SafetensorsStorage, Storage
@@ -158,7 +159,7 @@ def open_stream(
     found = locate(model, revision=revision)
     with hub_remedy(found):
         if found.is_gguf:
-            raise UnsupportedModelError(f"{found.path}: GGUF is not streamed yet")
+            return WeightStream(found, *open_gguf(found.path), cache_dir)
         return _open_folder(found, cache_dir)
 
 
