@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from gccompress.checkpoints import compress_in_place, save_checkpoint
 from gccompress.errors import GccompressError, NumericalError, TextError
 from gccompress.evaluate import (
     HELDOUT_SEED,
@@ -22,6 +23,7 @@ from gccompress.evaluate import (
 from gccompress.models import open_model
 from gccompress.scores import compare_speed, score_windows
 from gccompress.text import Windows, load_windows
+from tests.mixed import mixed_layout, random_tensors
 from tests.tiny import FAMILIES, TEXT, tiny_folder, tiny_model, tiny_tokenizer, tokens
 
 
@@ -91,6 +93,35 @@ def test_scoring_is_without_dropout_and_leaves_the_mode_alone() -> None:
 
 def test_one_window_has_no_standard_error() -> None:
     assert perplexity(tiny_model("llama"), windows_of(1)).stderr is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt2"])
+def test_a_compressed_model_is_scored_like_any_other(family: str, tmp_path: Path) -> None:
+    dense = tiny_model(family)
+    plain = open_model((tiny_model(family), tiny_tokenizer()))
+    layout = mixed_layout(dense)
+    model = compress_in_place(dense, layout, random_tensors(layout))
+    (tmp_path / "model").mkdir()
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "model")
+    found = evaluate(
+        tmp_path / "model",
+        baseline=plain,
+        tokens=64,
+        seqlen=16,
+        prompt="The river",
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+    )
+    windows = load_windows(
+        "self", plain, seqlen=16, tokens=64, seed=HELDOUT_SEED, cache_dir=tmp_path / "cache"
+    )
+    shares = naive_shares(model, windows.ids)
+    nll = -float(shares.gather(-1, windows.ids[:, 1:, None]).mean())
+    assert found.perplexity.nll == pytest.approx(nll, abs=1e-5)
+    assert found.baseline is not None and found.params < found.baseline.params
+    assert found.bytes == sum(
+        file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors")
+    )
 
 
 def test_a_non_finite_window_is_named_and_never_dropped() -> None:
