@@ -165,6 +165,8 @@ def test_require_finite_degenerate_shapes() -> None:
     require_finite(torch.empty(0, 3), "t", "here")
     require_finite(torch.tensor([1, 2]), "t", "here")
     require_finite(torch.ones(3).to(torch.float8_e4m3fn), "t", "here")
+    for most in (torch.float32, torch.bfloat16, torch.float16):  # finite, though their sum is not
+        require_finite(torch.full((3, 2), torch.finfo(most).max, dtype=most), "t", "here")
     for bad in (torch.tensor(torch.nan), torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)):
         refusal(NumericalError, lambda bad=bad: require_finite(bad, "t", "here"))
 
