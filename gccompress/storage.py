@@ -30,6 +30,7 @@ _FLOATS = {
     "BF16": torch.bfloat16,
 }
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_DTYPES = {**_FLOATS, **_FP8}
 PIECE = 1 << 24  # elements in memory besides the result while that is put together
 _MOST = 1 << 30  # bytes asked for at once; systems give no more than 2 GiB
 
@@ -158,7 +159,14 @@ class SafetensorsStorage:
             return
         if stored.entry.dtype not in _FP8 or site.conv1d:
             refuse_integers(name, stored.entry.dtype, stored.file)
-        self._scalings[name] = find_scaling(name, wanted, self._shapes, quantization, stored.file)
+        scaling = find_scaling(name, wanted, self._shapes, quantization, stored.file)
+        scales = self._tensors[scaling.name]
+        if scales.entry.dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"{scales.file}: {scaling.name} is stored as {scales.entry.dtype}, wanted one of "
+                f"{', '.join(_FLOATS)}; take another version of the model"
+            )
+        self._scalings[name] = scaling
 
     def _check_norms(self, site: SiteSpec, layer: int, wanted: tuple[int, int]) -> None:
         rows, columns = wanted
@@ -246,20 +254,10 @@ def _decoders(found: Mapping[str, set[tuple[int, str]]], modules: set[str]) -> l
     return whole or sorted(found, key=lambda root: len(found[root]))[-1:]
 
 
-def _dtype(entry: TensorEntry, where: object) -> torch.dtype:
-    dtype = _FLOATS.get(entry.dtype) or _FP8.get(entry.dtype)
-    if dtype is None:
-        raise UnsupportedModelError(
-            f"{where}: scales stored as {entry.dtype}, wanted {', '.join(_FLOATS)}; take another "
-            "version of the model"
-        )
-    return dtype
-
-
 def _stored_rows(stored: _Stored, start: int, stop: int) -> Tensor:
     """Read entries `start:stop` along the first axis, as stored."""
     shape = stored.entry.shape
-    result = torch.empty(stop - start, *shape[1:], dtype=_dtype(stored.entry, stored.file))
+    result = torch.empty(stop - start, *shape[1:], dtype=_DTYPES[stored.entry.dtype])
     row = stored.entry.nbytes // shape[0]
     read_into(result, stored.file, stored.entry.start + start * row)
     return result
@@ -267,7 +265,7 @@ def _stored_rows(stored: _Stored, start: int, stop: int) -> Tensor:
 
 def _whole(stored: _Stored) -> Tensor:
     """Read a whole tensor, of whatever number of axes."""
-    result = torch.empty(stored.entry.shape, dtype=_dtype(stored.entry, stored.file))
+    result = torch.empty(stored.entry.shape, dtype=_DTYPES[stored.entry.dtype])
     read_into(result, stored.file, stored.entry.start)
     return result
 
@@ -277,7 +275,7 @@ def _columns(stored: _Stored, start: int, stop: int) -> Tensor:
     rows, columns = stored.entry.shape
     if (start, stop) == (0, columns):
         return _stored_rows(stored, 0, rows)
-    result = torch.empty(rows, stop - start, dtype=_dtype(stored.entry, stored.file))
+    result = torch.empty(rows, stop - start, dtype=_DTYPES[stored.entry.dtype])
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         last = min(first + step, rows)
