@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
-from gccompress.apply import applied
+from gccompress.calibration import CalibrationOptions, calibrate
 from gccompress.files import cache_folder, write_text
 from gccompress.linalg import Damping
 from gccompress.models import open_model
 from gccompress.moments import Fisher, Moments, collect_moments
+from gccompress.moves import applied
 from gccompress.plan import AnyMove, plan_params
-from gccompress.planner import strategies
+from gccompress.planner import PlanOptions, budget_of, choose, strategies
 from gccompress.planner.probe import window_losses
 from gccompress.planner.survey import Segment, survey
 from gccompress.roles import PAPER_SPACE, Role, Space
@@ -75,7 +76,7 @@ class Bench:
 
     def __init__(self, data: Path, results: Path, cache: Path) -> None:
         """Load the model and the protocol's texts, and what `results` already holds."""
-        self.cache = cache
+        self.cache, self.data = cache, data
         self.loaded = open_model("smollm2-135m", dtype=torch.float32, cache_dir=str(cache))
         self.view = ModelView(self.loaded.model)
         self.shape = model_shape(self.view)
@@ -180,7 +181,7 @@ def allocated_rows(bench: Bench, keep: float) -> None:
 
     def auto(moments: Moments, longest: int, damping: Damping, multiple: int) -> list[AnyMove]:
         segments = bench.segments(moments, PAPER_SPACE, longest, damping)
-        return strategies.auto(segments, budget, multiple)
+        return strategies.allocated(segments, (), budget, multiple)
 
     def row(name: str, moments: Moments, longest: int, damping: Damping, multiple: int) -> None:
         bench.row(name, keep, moments, lambda: auto(moments, longest, damping, multiple), damping)
@@ -199,6 +200,35 @@ def allocated_rows(bench: Bench, keep: float) -> None:
         row(name, default, 3, DAMPED, multiple)
 
 
+def product_rows(bench: Bench, keep: float) -> None:
+    """What `gccompress plan` does: 28 of the 32 windows for the moments, 4 to probe plans on."""
+    text = bench.data / "protocol/calibration.txt.xz"
+    held = 4 * SEQLEN
+    calibration = CalibrationOptions(
+        str(text), CALIBRATION_WINDOWS * SEQLEN - held, SEQLEN, held, 0, Fisher(True, 1)
+    )
+    moments = calibrate(bench.loaded, bench.view, calibration, bench.cache).moments
+    for multiple in (1, 32):
+        options = PlanOptions(spaces="paper", multiple=multiple)
+        wanted = {
+            name: f"product: {name}, multiples of {multiple}" for name in ("auto", "ranks", "width")
+        }
+        if all(f"{name} @ {keep}" in bench.rows for name in wanted.values()):
+            continue
+        choice = choose(
+            bench.loaded,
+            budget_of(keep, None),
+            options=options,
+            calibration=calibration,
+            cache_dir=str(bench.cache),
+        )
+        for one in choice.candidates:
+            if one.strategy in wanted and one.prediction is not None:
+                moves = list(one.moves)
+                name = wanted[one.strategy]
+                bench.row(name, keep, moments, lambda moves=moves: moves, options.damping)  # type: ignore[misc]
+
+
 def estimate_rows(bench: Bench, keep: float) -> None:
     """What better and worse estimates of A are worth."""
     budget = bench.budget(keep)
@@ -213,7 +243,7 @@ def estimate_rows(bench: Bench, keep: float) -> None:
             name,
             keep,
             moments,
-            lambda segments=segments: strategies.auto(segments, budget, 1),  # type: ignore[misc]
+            lambda segments=segments: strategies.allocated(segments, (), budget, 1),  # type: ignore[misc]
             damping,
         )
 
@@ -255,6 +285,8 @@ def main() -> None:
     uniform_rows(bench, 0.8)
     for keep in (0.9, 0.6):
         allocated_rows(bench, keep)
+    for keep in (0.9, 0.8, 0.7, 0.6, 0.5):
+        product_rows(bench, keep)
     estimate_rows(bench, 0.8)
     write_text(options.out, markdown(bench, f"python benchmarks/quality.py --data {options.data}"))
 

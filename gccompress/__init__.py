@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gccompress.apply import Applied, apply_plan
     from gccompress.calibration import CalibrationOptions
     from gccompress.continuity import ContinuityReport, analyze
-    from gccompress.evaluate import Evaluation, evaluate
+    from gccompress.evaluation import Evaluation, evaluate
     from gccompress.models import load_model, open_model
     from gccompress.pipeline import Run, run
     from gccompress.plan import Plan
@@ -28,7 +28,7 @@ _HOMES = {
     "CalibrationOptions": "calibration",
     "Choice": "planner",
     "ContinuityReport": "continuity",
-    "Evaluation": "evaluate",
+    "Evaluation": "evaluation",
     "Plan": "plan",
     "PlanOptions": "planner",
     "Recipe": "recipe",
@@ -36,7 +36,7 @@ _HOMES = {
     "analyze": "continuity",
     "apply_plan": "apply",
     "choose": "planner",
-    "evaluate": "evaluate",
+    "evaluate": "evaluation",
     "load_model": "models",
     "make_plan": "planner",
     "open_model": "models",

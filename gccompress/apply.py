@@ -6,18 +6,15 @@ The model is reloaded from what was written and compared before the output folde
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 import gccompress
-from gccompress import linalg
 from gccompress.calibration import recall
 from gccompress.checkpoints import (
     checkpoint_bytes,
@@ -27,146 +24,17 @@ from gccompress.checkpoints import (
 )
 from gccompress.errors import CheckpointError, PlanError
 from gccompress.files import cache_folder, new_folder, refuse_non_empty
-from gccompress.linalg import Damping, Factors, alone_space
+from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model, stored_dtype
-from gccompress.moments import Moments, weighted
-from gccompress.plan import (
-    AnyMove,
-    DropLayers,
-    LowRank,
-    Plan,
-    ShareInput,
-    ShareOutput,
-    move_matrices,
-    plan_params,
-)
-from gccompress.progress import track
-from gccompress.roles import Role, Space
+from gccompress.moments import Moments
+from gccompress.moves import build, set_mlp_width
+from gccompress.plan import DropLayers, Plan, ResizeMlp, plan_params
 from gccompress.view import ModelView, model_shape
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Built:
-    """What a plan's moves give, before the model is touched.
-
-    Attributes:
-        layout: what `config.gccompress` will say, layers numbered after dropping.
-        tensors: parameters of the new modules, by full name.
-        jitter: largest share of a moment's mean diagonal that had to be added (0: none).
-    """
-
-    layout: dict[str, Any]
-    tensors: dict[str, Tensor]
-    jitter: float
-
-
-def factor_move(
-    view: ModelView,
-    moments: Moments,
-    move: LowRank | ShareInput | ShareOutput,
-    damping: Damping,
-) -> Factors:
-    """Return the factors of a move, matrices in the order of `move_matrices`.
-
-    Raises:
-        NumericalError: a factorisation that fails, naming layer and role.
-    """
-    matrices = move_matrices(move)
-    group = [weighted(view, moments, role, layer, damping) for role, layer in matrices]
-    what = f"layer {matrices[0][1]} {matrices[0][0]}"
-    match move:
-        case LowRank():
-            space = alone_space(view.shape(move.role, move.layer))
-        case ShareInput():
-            space = Space.INPUT
-        case ShareOutput():
-            space = Space.OUTPUT
-        case _:
-            assert_never(move)
-    return linalg.factor(group, space, move.rank, what)
-
-
-def factor_moves(
-    view: ModelView, moments: Moments | None, moves: tuple[AnyMove, ...], damping: Damping
-) -> Iterator[tuple[LowRank | ShareInput | ShareOutput, Factors]]:
-    """Yield every factoring move with its factors, one at a time, so that memory stays bounded."""
-    factoring = [move for move in moves if not isinstance(move, DropLayers)]
-    if factoring and moments is None:
-        raise PlanError("the plan factors matrices, which needs calibration moments; none given")
-    for move in track(factoring, "Factoring (moves)") if factoring else ():
-        assert moments is not None  # noqa: S101 - checked above
-        yield move, factor_move(view, moments, move, damping)
-
-
-@contextmanager
-def applied(
-    view: ModelView, moments: Moments | None, moves: tuple[AnyMove, ...], damping: Damping
-) -> Iterator[None]:
-    """Make the model compute as the plan would, in memory, and put it back afterwards.
-
-    Weights become the products of their factors; a dropped layer passes its input on. Takes the
-    memory of the replaced weights once more, and changes no module.
-    """
-    originals: list[tuple[Role, int, Tensor]] = []
-    with ExitStack() as stack:
-        try:
-            for move, factors in factor_moves(view, moments, moves, damping):
-                for index, (role, layer) in enumerate(move_matrices(move)):
-                    originals.append((role, layer, view.weight(role, layer).clone()))
-                    view.set_weight(role, layer, factors.product(index))
-            for drop in moves:
-                for layer in drop.layers if isinstance(drop, DropLayers) else ():
-                    hook = view.layer(layer).register_forward_hook(_pass_input_on)
-                    stack.callback(hook.remove)
-            yield
-        finally:
-            for role, layer, weight in originals:
-                view.set_weight(role, layer, weight)
-
-
-def build(view: ModelView, moments: Moments | None, plan: Plan, damping: Damping) -> Built:
-    """Return the modules and parameters that a plan's moves give, in the model's dtype."""
-    dropped = {
-        layer for move in plan.moves if isinstance(move, DropLayers) for layer in move.layers
-    }
-    renumbered = {
-        layer: index
-        for index, layer in enumerate(i for i in range(view.num_layers) if i not in dropped)
-    }
-    bases: dict[str, dict[str, int]] = {}
-    specs: dict[tuple[Role, int], tuple[dict[str, Any], dict[str, Tensor]]] = {}
-    shared: dict[str, Tensor] = {}
-    jitter = 0.0
-    for move, factors in factor_moves(view, moments, plan.moves, damping):
-        jitter = max(jitter, factors.jitter)
-        matrices = move_matrices(move)
-        if not isinstance(move, LowRank):
-            key = f"{'_'.join(move.roles)}_{move.layers[0]}_{move.layers[-1]}"
-            rows, cols = factors.basis.shape
-            bases[key] = {"in": cols, "out": rows}
-            shared[f"gccompress_bases.{key}.weight"] = factors.basis
-        for index, (role, layer) in enumerate(matrices):
-            bias = view.bias(role, layer)
-            if isinstance(move, LowRank):
-                specs[role, layer] = _low_rank(factors, bias)
-            else:
-                specs[role, layer] = _shared(factors, index, key, bias)
-    layout: dict[str, Any] = {"version": 1, "bases": bases, "modules": {}}
-    tensors = dict(shared)
-    for name, spec, parts in _modules(view, specs, renumbered):
-        layout["modules"][name] = spec
-        tensors |= {f"{name}.{key}": value for key, value in parts.items()}
-    dtype = view.model.dtype
-    return Built(
-        layout if layout["modules"] else {},
-        {key: value.to(dtype).contiguous() for key, value in tensors.items()},
-        jitter,
-    )
 
 
 def compress(view: ModelView, moments: Moments | None, plan: Plan) -> tuple[Any, float]:
@@ -180,7 +48,12 @@ def compress(view: ModelView, moments: Moments | None, plan: Plan) -> tuple[Any,
     for move in plan.moves:
         if isinstance(move, DropLayers):
             view.drop_layers(move.layers)
-    model = compress_in_place(view.model, built.layout, built.tensors)
+    width = _common_width(plan)
+    if width is None:
+        model = compress_in_place(view.model, built.layout, built.tensors)
+    else:
+        model = view.model
+        set_mlp_width(view, width, built.layout["modules"], built.tensors)
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != params:
         raise CheckpointError(
@@ -188,6 +61,24 @@ def compress(view: ModelView, moments: Moments | None, plan: Plan) -> tuple[Any,
             "this is a fault of gccompress, nothing was written"
         )
     return model, built.jitter
+
+
+def _common_width(plan: Plan) -> int | None:
+    """Return the width of every MLP left, when that is all the plan changes; None otherwise.
+
+    Such a model is of its own family, with another number in its config.
+    """
+    dropped = {
+        layer for move in plan.moves if isinstance(move, DropLayers) for layer in move.layers
+    }
+    widths: dict[int, int] = {}
+    for move in plan.moves:
+        if isinstance(move, ResizeMlp):
+            widths[move.layer] = move.width
+        elif not isinstance(move, DropLayers):
+            return None
+    everywhere = len(widths) + len(dropped) == plan.model.layers
+    return widths.popitem()[1] if everywhere and len(set(widths.values())) == 1 else None
 
 
 def damping_of(plan: Plan) -> Damping:
@@ -352,76 +243,3 @@ def write_checkpoint(
                 f"{tolerance:g}; nothing was written"
             )
     return difference
-
-
-def _low_rank(factors: Factors, bias: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the spec and parameters of one matrix factored alone."""
-    if factors.space is Space.INPUT:
-        up, down = factors.coefs[0], factors.basis
-    else:
-        up, down = factors.basis, factors.coefs[0]
-    spec = {
-        "kind": "low_rank",
-        "in": down.shape[1],
-        "out": up.shape[0],
-        "rank": down.shape[0],
-        "bias": bias is not None,
-    }
-    tensors = {"down.weight": down, "up.weight": up}
-    return spec, tensors | ({} if bias is None else {"up.bias": bias})
-
-
-def _shared(
-    factors: Factors, index: int, key: str, bias: Tensor | None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the spec and parameters of one user of a shared basis."""
-    coef = factors.coefs[index]
-    spec: dict[str, Any] = {"basis": key, "bias": bias is not None}
-    if factors.space is Space.INPUT:
-        spec |= {"kind": "shared_in", "out": coef.shape[0]}
-        name = "coef.bias"
-    else:
-        spec |= {"kind": "shared_out", "in": coef.shape[1]}
-        name = "bias"
-    return spec, {"coef.weight": coef} | ({} if bias is None else {name: bias})
-
-
-def _modules(
-    view: ModelView,
-    specs: Mapping[tuple[Role, int], tuple[dict[str, Any], dict[str, Tensor]]],
-    renumbered: Mapping[int, int],
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
-    """Yield the full name after dropping, spec and parameters of every module to replace.
-
-    A fused weight of which any role is replaced becomes its roles side by side.
-    """
-    done: set[str] = set()
-    for role, layer in specs:
-        site = view.site(role, layer)
-        if site.module in done:
-            continue
-        done.add(site.module)
-        name = site.module.replace(f".{layer}.", f".{renumbered[layer]}.", 1)
-        if not site.fused:
-            spec, tensors = specs[role, layer]
-            yield name, spec, tensors
-            continue
-        parts: list[dict[str, Any]] = []
-        tensors = {}
-        for number, (part, _, _) in enumerate(site.parts):
-            spec, mine = specs.get((part, layer)) or _dense(view, part, layer)
-            parts.append(spec)
-            tensors |= {f"parts.{number}.{key}": value for key, value in mine.items()}
-        yield name, {"kind": "concat", "parts": parts}, tensors
-
-
-def _dense(view: ModelView, role: Role, layer: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the spec and parameters of a role that stays as it is beside factored ones."""
-    weight, bias = view.weight(role, layer).clone(), view.bias(role, layer)
-    rows, cols = weight.shape
-    spec = {"kind": "dense", "in": cols, "out": rows, "bias": bias is not None}
-    return spec, {"weight": weight} | ({} if bias is None else {"bias": bias.clone()})
-
-
-def _pass_input_on(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return (args[0], *output[1:]) if isinstance(output, tuple) else args[0]

@@ -71,6 +71,8 @@ class Strategy(StrEnum):
     """How a plan is made."""
 
     auto = "auto"
+    ranks = "ranks"
+    width = "width"
     share = "share"
     lowrank = "lowrank"
     prune = "prune"
@@ -170,8 +172,9 @@ def plan(
     strategy: Annotated[
         Strategy,
         typer.Option(
-            help="auto: one price for every rank of every matrix; share: one basis per group of "
-            "layers; lowrank: every matrix alone; prune: drop layers."
+            help="auto: every move at one price; ranks: only factored matrices, ranks and bases at "
+            "one price; width: only fewer MLP neurons; share: one basis per group of layers; "
+            "lowrank: every matrix alone, alike; prune: drop layers."
         ),
     ] = Strategy.auto,
     out: Annotated[Path, typer.Option("-o", "--out", help="The plan's file.")] = Path("plan.yaml"),
@@ -323,7 +326,7 @@ def evaluate(
 
     Example: gccompress evaluate compressed --baseline smollm2-135m
     """
-    from gccompress.evaluate import evaluate as score
+    from gccompress.evaluation import evaluate as score
     from gccompress.files import write_text
 
     result = score(

@@ -16,7 +16,7 @@ from gccompress.files import write_text
 from gccompress.recipe import Recipe
 
 if TYPE_CHECKING:
-    from gccompress.evaluate import Evaluation
+    from gccompress.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def run(
         GccompressError: from any stage; finished stages stay.
     """
     from gccompress.apply import apply_plan
-    from gccompress.evaluate import Evaluation, evaluate
+    from gccompress.evaluation import Evaluation, evaluate
     from gccompress.models import open_model
     from gccompress.plan import Plan
     from gccompress.planner import choose, continuity_of, options_of

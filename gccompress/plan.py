@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gccompress.errors import PlanError
 from gccompress.files import write_text
-from gccompress.roles import SAME_INPUT, WRITES_RESIDUAL, Role
+from gccompress.roles import MLP, SAME_INPUT, WRITES_RESIDUAL, Role
 from gccompress.sizes import (
     ModelShape,
     low_rank_params,
@@ -75,7 +75,18 @@ class ShareOutput(Move):
     rank: int = Field(ge=1)
 
 
-AnyMove = Annotated[DropLayers | LowRank | ShareInput | ShareOutput, Field(discriminator="do")]
+class ResizeMlp(Move):
+    """Remove MLP neurons: rows of gate and up, columns of down, which is refitted."""
+
+    do: Literal["resize_mlp"] = "resize_mlp"
+    layer: int
+    width: int = Field(ge=1)
+
+
+AnyMove = Annotated[
+    DropLayers | LowRank | ShareInput | ShareOutput | ResizeMlp, Field(discriminator="do")
+]
+Factoring = LowRank | ShareInput | ShareOutput
 
 
 class PlannedModel(Strict):
@@ -248,16 +259,21 @@ class Plan(Strict):
 
 def move_layers(move: AnyMove) -> tuple[int, ...]:
     """Return the layers a move names."""
-    return (move.layer,) if isinstance(move, LowRank) else move.layers
+    return (move.layer,) if isinstance(move, LowRank | ResizeMlp) else move.layers
 
 
 def move_matrices(move: AnyMove) -> tuple[tuple[Role, int], ...]:
-    """Return the (role, layer) pairs whose weights a move replaces, in a fixed order."""
+    """Return the (role, layer) pairs whose weights a move replaces, in a fixed order.
+
+    A family without a gate has none to resize either.
+    """
     match move:
         case DropLayers():
             return ()
         case LowRank():
             return ((move.role, move.layer),)
+        case ResizeMlp():
+            return tuple((role, move.layer) for role in MLP)
         case ShareInput() | ShareOutput():
             return tuple((role, layer) for layer in move.layers for role in move.roles)
         case _:
@@ -271,6 +287,13 @@ def move_params(move: AnyMove, shape: ModelShape) -> int:
         PlanError: a role the model has not, a rank above what the matrices allow, or a
             factorisation that would not be smaller than what it replaces.
     """
+    if isinstance(move, ResizeMlp):
+        inner = shape.matrices[Role.DOWN][1]
+        if move.width >= inner:
+            raise PlanError(
+                f"layer {move.layer} mlp: width {move.width} is not below {inner}, what it has"
+            )
+        return move.width * shape.per_neuron
     shapes: list[tuple[int, int]] = []
     for role, layer in move_matrices(move):
         if role not in shape.matrices:
@@ -313,9 +336,13 @@ def plan_params(moves: tuple[AnyMove, ...], shape: ModelShape) -> tuple[int, int
             total -= shape.layer_params * len(move.layers)
             continue
         dense = sum(
-            shape.matrices[role][0] * shape.matrices[role][1] for role, _ in move_matrices(move)
+            shape.matrices[role][0] * shape.matrices[role][1]
+            for role, _ in move_matrices(move)
+            if role in shape.matrices
         )
         change = move_params(move, shape) - dense
+        if isinstance(move, ResizeMlp):
+            total -= (shape.matrices[Role.DOWN][1] - move.width) * shape.biases_per_neuron
         decoder += change
         total += change
     return decoder, total
@@ -333,7 +360,7 @@ def _check_sharing(move: AnyMove, what: str) -> None:
         and not set(move.roles) <= WRITES_RESIDUAL
     ):
         raise PlanError(f"{what}: roles {_names(move.roles)} do not write the same output")
-    if not isinstance(move, LowRank) and len(set(move.layers)) != len(move.layers):
+    if isinstance(move, ShareInput | ShareOutput) and len(set(move.layers)) != len(move.layers):
         raise PlanError(f"{what}: a layer is named twice")
 
 

@@ -32,11 +32,11 @@ class CalibrationSection(_Section):
 class PlanSection(_Section):
     """How plans are searched; see `planner.PlanOptions`."""
 
-    strategy: Literal["auto", "share", "lowrank", "prune"] = "auto"
+    strategy: Literal["auto", "ranks", "width", "share", "lowrank", "prune"] = "auto"
     spaces: Literal["measured", "paper"] = "measured"
     longest: int = Field(default=3, ge=1)
     group: int = Field(default=2, ge=2)
-    multiple: int = Field(default=8, ge=1)
+    multiple: int = Field(default=32, ge=1)
     damping_a: float = Field(default=0.03, ge=0, lt=1)
     damping_g: float = Field(default=0.0, ge=0, lt=1)
     probe: Literal["chosen", "all", "none"] = "chosen"

@@ -40,6 +40,9 @@ PAPER_SPACE: dict[Role, Space] = {
 READS_RESIDUAL: frozenset[Role] = frozenset({Role.Q, Role.K, Role.V, Role.GATE, Role.UP})
 WRITES_RESIDUAL: frozenset[Role] = frozenset({Role.O, Role.DOWN})
 
+# The roles whose inner dimension is the MLP's neurons: rows of gate and up, columns of down.
+MLP: tuple[Role, ...] = (Role.GATE, Role.UP, Role.DOWN)
+
 # Roles that read the very same input vector, so that one input second moment serves them all.
 SAME_INPUT: tuple[tuple[Role, ...], ...] = (
     (Role.Q, Role.K, Role.V),

@@ -6,7 +6,7 @@ A weight is `[out, in]`. Sizes count weights only; biases are the same before an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gccompress.roles import Role
+from gccompress.roles import MLP, Role
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class ModelShape:
         layer_params: all parameters of one decoder layer (weights, biases, norms).
         total_params: all parameters of the model, tied ones once.
         head_params: parameters of the output projection, tied or not: it is multiplied either way.
+        biases_per_neuron: bias entries that go with one MLP neuron.
         bytes_per_param: bytes of a stored parameter (4 for float32, 2 for bfloat16).
     """
 
@@ -27,7 +28,16 @@ class ModelShape:
     layer_params: int
     total_params: int
     head_params: int
+    biases_per_neuron: int
     bytes_per_param: int
+
+    @property
+    def per_neuron(self) -> int:
+        """Weights of one MLP neuron: a row of gate (if there is one) and up, a column of down."""
+        inner = self.matrices[Role.DOWN][1]
+        return (
+            sum(rows * cols for role, (rows, cols) in self.matrices.items() if role in MLP) // inner
+        )
 
     def decoder_params(self) -> int:
         """Return the parameters of all projections in all layers: the denominator of `keep`."""

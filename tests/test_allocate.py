@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gccompress.errors import PlanError
 from gccompress.plan import move_layers
 from gccompress.planner import strategies
-from gccompress.planner.allocate import Chosen, allocate
-from gccompress.planner.survey import Segment
+from gccompress.planner.allocate import Chosen, Scales, allocate
+from gccompress.planner.survey import Segment, Width
 from gccompress.roles import Role, Space
 
 
@@ -78,14 +78,25 @@ def params(choice: tuple[Chosen, ...]) -> int:
     return sum(one.params for one in choice)
 
 
+def part_of(one: Chosen) -> Segment:
+    """Return the segment that was chosen."""
+    assert isinstance(one.option.candidate, Segment)
+    return one.option.candidate
+
+
+def parts(choice: tuple[Chosen, ...]) -> list[Segment]:
+    """Return the segments of a choice."""
+    return [part_of(one) for one in choice]
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), keep=st.floats(0.4, 1.0))
 def test_within_budget_complete_and_near_the_true_optimum(seed: int, keep: float) -> None:
     segments = random_segments(seed)
     budget = int(keep * 6 * 36)
-    choice = allocate(segments, budget, 1)
+    choice = allocate(segments, (), budget, multiple=1)
     assert params(choice) <= budget
-    covered = sorted((one.segment.role, layer) for one in choice for layer in one.segment.layers)
+    covered = sorted((part.role, layer) for part in parts(choice) for layer in part.layers)
     assert covered == sorted((role, layer) for role in (Role.K, Role.V) for layer in range(3))
     loss = sum(one.loss for one in choice)
     optimum = brute_force(segments, budget)
@@ -101,8 +112,8 @@ def test_letting_segments_compete_never_loses(seed: int, keep: float) -> None:
     alone = [one for one in segments if len(one.layers) == 1]
     budget = int(keep * 6 * 36)
     # At equal price, not at equal budget: compare with the slack that a hull step leaves.
-    free = sum(one.loss for one in allocate(segments, budget, 1))
-    private = sum(one.loss for one in allocate(alone, budget, 1))
+    free = sum(one.loss for one in allocate(segments, (), budget, multiple=1))
+    private = sum(one.loss for one in allocate(alone, (), budget, multiple=1))
     largest = max(float(one.saved.max()) for one in segments)
     assert free <= private + 2 * largest
 
@@ -112,25 +123,26 @@ def test_letting_segments_compete_never_loses(seed: int, keep: float) -> None:
 def test_ranks_are_multiples_and_save(seed: int, keep: float, multiple: int) -> None:
     segments = random_segments(seed)
     try:
-        choice = allocate(segments, int(keep * 216), multiple)
+        choice = allocate(segments, (), int(keep * 216), multiple=multiple)
     except PlanError:
         return
     for one in choice:
-        if one.rank is not None:
+        size = int(one.option.sizes[one.index])
+        if size:
             # A matrix that is smaller than the multiple has one size only.
-            assert one.rank % multiple == 0 or one.rank < multiple
-            assert one.params < one.segment.dense
+            assert size % multiple == 0 or size < multiple
+            assert one.params < one.option.params[-1] or len(part_of(one).layers) > 1
 
 
 def test_everything_kept_is_dense_and_nothing_lost() -> None:
-    choice = allocate(random_segments(0), 216, 1)
-    assert all(one.rank is None for one in choice)
+    choice = allocate(random_segments(0), (), 216, multiple=1)
+    assert all(one.move is None for one in choice)
 
 
 def test_a_budget_too_small_says_the_smallest() -> None:
     alone = [one for one in random_segments(0) if len(one.layers) == 1]
     with pytest.raises(PlanError, match="smallest this strategy reaches is 72 "):
-        allocate(alone, 10, 1)
+        allocate(alone, (), 10, multiple=1)
 
 
 def test_identical_layers_share_when_it_saves() -> None:
@@ -138,8 +150,8 @@ def test_identical_layers_share_when_it_saves() -> None:
     alone = [segment(Role.K, layer, layer, saved, 16) for layer in (0, 1)]
     # Identical matrices: the pair loses twice as much per rank, at three quarters of the size.
     pair = segment(Role.K, 0, 1, [2 * s for s in saved], 16)
-    choice = allocate([*alone, pair], 24, 1)
-    assert [one.segment.layers for one in choice] == [(0, 1)]
+    choice = allocate([*alone, pair], (), 24, multiple=1)
+    assert [part.layers for part in parts(choice)] == [(0, 1)]
 
 
 def test_uniform_strategies_meet_the_budget_and_never_grow_a_matrix() -> None:
@@ -157,3 +169,60 @@ def test_uniform_strategies_meet_the_budget_and_never_grow_a_matrix() -> None:
         strategies.share(segments, {Role.K: Space.INPUT}, 100, 1, 2)
     with pytest.raises(PlanError, match="no rank"):
         strategies.lowrank(segments, 10, 1)
+
+
+def mlp(seed: int, layers: int = 4) -> tuple[list[Segment], list[Width]]:
+    """Return gate, up and down of 6 x 6 with pairs of gate, and widths of six neurons."""
+    rng = np.random.default_rng(seed)
+    segments = [
+        segment(role, layer, layer, list(rng.exponential(size=6)), 36)
+        for role in (Role.GATE, Role.UP, Role.DOWN)
+        for layer in range(layers)
+    ]
+    segments += [
+        segment(Role.GATE, layer, layer + 1, list(rng.exponential(size=6)), 36)
+        for layer in range(layers - 1)
+    ]
+    widths = [
+        Width(layer, 6, 18, np.append(0.0, np.cumsum(np.sort(rng.exponential(size=6)))))
+        for layer in range(layers)
+    ]
+    return segments, widths
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), keep=st.floats(0.4, 0.95))
+def test_an_mlp_is_narrowed_or_factored_never_both(seed: int, keep: float) -> None:
+    segments, widths = mlp(seed)
+    budget = int(keep * 4 * 3 * 36)
+    choice = allocate(segments, widths, budget, multiple=1)
+    assert params(choice) <= budget
+    covered = []
+    for one in choice:
+        if isinstance(one.option.candidate, Width):
+            roles = (Role.GATE, Role.UP, Role.DOWN)
+            covered += [(role, one.option.candidate.layer) for role in roles]
+        else:
+            covered += [(part_of(one).role, layer) for layer in part_of(one).layers]
+    assert len(covered) == len(set(covered)) == 12
+    # Freedom to narrow is never worse, up to what a hull step leaves over.
+    slack = 2 * max(float(one.saved.max()) for one in segments)
+    without = allocate(segments, (), budget, multiple=1)
+    assert sum(one.loss for one in choice) <= sum(one.loss for one in without) + slack
+
+
+def test_the_scale_of_a_kind_decides_between_kinds() -> None:
+    segments, widths = mlp(1)
+    budget = 300
+    for scales, kind in ((Scales(rank=1e6), Width), (Scales(width=1e6), Segment)):
+        choice = allocate(segments, widths, budget, multiple=1, scales=scales)
+        changed = [one for one in choice if one.move is not None]
+        assert changed and all(isinstance(one.option.candidate, kind) for one in changed)
+
+
+def test_width_alone_leaves_other_matrices_dense() -> None:
+    segments, widths = mlp(2)
+    segments += random_segments(2, layers=4)
+    moves = strategies.width(segments, widths, 600, 1)
+    assert moves and {move.do for move in moves} == {"resize_mlp"}
+    assert 4 * 3 * 36 + 8 * 36 - sum(move.saves for move in moves) <= 600

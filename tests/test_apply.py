@@ -10,12 +10,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from gccompress.apply import applied, apply_plan, compress
+from gccompress.apply import apply_plan, compress, write_checkpoint
 from gccompress.calibration import CalibrationOptions, calibrate
 from gccompress.errors import CheckpointError, GccompressError, PlanError
 from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model
 from gccompress.moments import Fisher, Moments, collect_moments
+from gccompress.moves import applied
 from gccompress.plan import (
     AnyMove,
     Budget,
@@ -24,6 +25,7 @@ from gccompress.plan import (
     Plan,
     PlannedModel,
     Prediction,
+    ResizeMlp,
     ShareInput,
     ShareOutput,
     plan_params,
@@ -48,6 +50,7 @@ def mixed_moves(view: ModelView) -> tuple[AnyMove, ...]:
         ShareOutput(roles=(Role.DOWN,), layers=(0, 1), rank=half[Role.DOWN]),
         ShareOutput(roles=(Role.O,), layers=(3, 4), rank=half[Role.O]),
         LowRank(role=Role.UP, layer=1, rank=half[Role.UP]),
+        ResizeMlp(layer=3, width=2 * view.shape(Role.DOWN, 3)[1] // 3),
     )
 
 
@@ -197,6 +200,30 @@ def test_only_dropped_layers_leave_a_plain_checkpoint(tmp_path: Path) -> None:
     assert config["num_hidden_layers"] == 2
     assert "gccompress" not in json.dumps(config)
     assert not list((tmp_path / "out").glob("*.py"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_width_for_all_layers_is_a_plain_model_of_its_family(
+    family: str, tmp_path: Path
+) -> None:
+    model = tiny_model(family, layers=4)
+    loaded = open_model(model)
+    view = ModelView(model)
+    moments = moments_of(view, tmp_path)
+    width = view.shape(Role.DOWN, 0)[1] // 2
+    moves = (DropLayers(layers=(1,)), *(ResizeMlp(layer=i, width=width) for i in (0, 2, 3)))
+    plan = plan_for(loaded, moves)
+    with applied(view, moments, plan.moves, DAMPING), torch.no_grad():
+        as_planned = model(tokens()).logits.clone()
+    compressed, _ = compress(view, moments, plan)
+    write_checkpoint(compressed, None, tmp_path / "out", {})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == family and "gccompress" not in config
+    assert config[view.spec.mlp_width] == width
+    assert not list((tmp_path / "out").glob("*.py"))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(tokens()).logits, as_planned, rtol=1e-4, atol=1e-4)
 
 
 def test_another_model_is_refused_unless_allowed(tmp_path: Path) -> None:

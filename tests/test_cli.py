@@ -92,7 +92,7 @@ def test_the_whole_path_and_its_json(model: Path, capsys: pytest.CaptureFixture[
               "predicted_ppl_high", "predicted_speedup"}  # fmt: skip
     assert all(wanted <= one.keys() for one in choice["candidates"])
     assert {one["strategy"] for one in choice["candidates"]} == {
-        "auto", "share", "lowrank", "prune", "rtn4", "rtn8"
+        "auto", "ranks", "width", "share", "lowrank", "prune", "rtn4", "rtn8"
     }  # fmt: skip
     assert choice["moves"]
 
@@ -118,7 +118,7 @@ def test_the_whole_path_and_its_json(model: Path, capsys: pytest.CaptureFixture[
 def test_tables_for_people(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "v1" in succeed(capsys, "analyze", model)
     shown = make_plan(capsys, model)
-    for word in ("auto", "share", "lowrank", "prune", "rtn4", "measured in memory", "plan.yaml"):
+    for word in ("auto", "width", "lowrank", "prune", "rtn4", "measured in memory", "plan.yaml"):
         assert word in shown
     assert "from_pretrained('small')" in succeed(capsys, "apply", "plan.yaml", "-o", "small")
     assert "llama-3.1-8b" in succeed(capsys, "models")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gccompress.checkpoints import compress_in_place, save_checkpoint
 from gccompress.errors import GccompressError, NumericalError, TextError
-from gccompress.evaluate import (
+from gccompress.evaluation import (
     HELDOUT_SEED,
     Evaluation,
     evaluate,

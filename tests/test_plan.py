@@ -38,6 +38,7 @@ SHAPE = ModelShape(
     layer_params=23136,
     total_params=170000,
     head_params=15360,
+    biases_per_neuron=0,
     bytes_per_param=4,
 )
 
@@ -199,6 +200,6 @@ def test_a_move_that_grows_or_exceeds_is_refused() -> None:
         move_params(LowRank(role=Role.Q, layer=3, rank=49), SHAPE)
     with pytest.raises(PlanError, match="takes 3136 parameters, dense takes 3072"):
         move_params(LowRank(role=Role.Q, layer=3, rank=28), SHAPE)
-    without_gate = ModelShape(6, {Role.UP: (4, 4)}, 1, 1, 1, 4)
+    without_gate = ModelShape(6, {Role.UP: (4, 4)}, 1, 1, 1, 0, 4)
     with pytest.raises(PlanError, match="no such projection"):
         move_params(LowRank(role=Role.GATE, layer=0, rank=1), without_gate)

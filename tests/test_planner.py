@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from gccompress.apply import applied
 from gccompress.calibration import CalibrationOptions, calibrate
 from gccompress.errors import GccompressError, PlanError
 from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model
 from gccompress.moments import Fisher
-from gccompress.plan import DropLayers, Plan, move_params, plan_params
-from gccompress.planner import PlanOptions, budget_of, choose, make_plan
+from gccompress.moves import applied
+from gccompress.plan import DropLayers, Plan, ResizeMlp, move_params, plan_params
+from gccompress.planner import STRATEGIES, PlanOptions, budget_of, choose, make_plan
 from gccompress.planner.survey import survey
 from gccompress.roles import PAPER_SPACE, Role
 from gccompress.view import ModelView, model_shape
@@ -45,7 +45,7 @@ def plan(loaded: LoadedModel, cache: str, keep: float = 0.8, **options: Any) -> 
     return choose(loaded, budget, options=chosen, calibration=CALIBRATION, cache_dir=cache).plan
 
 
-@pytest.mark.parametrize("strategy", ["auto", "share", "lowrank", "prune"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("keep", [0.9, 0.7, 0.5])
 def test_budgets_are_met_and_nearly_used(
     loaded: LoadedModel, cache: str, strategy: str, keep: float
@@ -75,25 +75,35 @@ def test_the_chosen_plan_is_the_least_predicted_of_its_kind(
     losses = {
         one.strategy: one.prediction.loss for one in choice.candidates if one.prediction is not None
     }
-    assert losses["auto"] < losses["lowrank"]
-    assert losses["auto"] < losses["share"]
+    assert losses["auto"] <= losses["ranks"] < losses["lowrank"]
+    assert losses["ranks"] < losses["share"]
+    assert losses["auto"] <= losses["width"]
     assert losses["rtn8"] < losses["rtn4"]
-    assert set(losses) == {"auto", "share", "lowrank", "prune", "rtn8", "rtn4"}
+    assert set(losses) == {*STRATEGIES, "rtn8", "rtn4"}
 
 
 def test_predicted_loss_is_what_the_factors_lose_by_the_same_formula(
     loaded: LoadedModel, cache: str
 ) -> None:
     """For matrices factored alone the tail is exact; for groups the refit can only lower it."""
-    from gccompress.apply import factor_moves
     from gccompress.moments import weighted
+    from gccompress.moves import factor_move, narrow
     from gccompress.plan import LowRank, move_matrices
 
     found = plan(loaded, cache, 0.6, probe="none", longest=3)
     view = ModelView(loaded.model)
     calibrated = calibrate(loaded, view, CALIBRATION, Path(cache))
     moments, damping = calibrated.moments, OPTIONS.damping
-    for move, factors in factor_moves(view, moments, found.moves, damping):
+    for move in found.moves:
+        assert not isinstance(move, DropLayers)
+        if isinstance(move, ResizeMlp):
+            kept, weight, _ = narrow(view, moments, move, damping)
+            down = weighted(view, moments, Role.DOWN, move.layer, damping)
+            full = torch.zeros_like(down.weight)
+            full[:, kept] = weight
+            assert down.loss(full) == pytest.approx(move.loss, rel=1e-5)
+            continue
+        factors = factor_move(view, moments, move, damping)
         loss = sum(
             weighted(view, moments, role, layer, damping).loss(factors.product(index))
             for index, (role, layer) in enumerate(move_matrices(move))
@@ -125,6 +135,25 @@ def test_a_probe_is_the_measured_rise_on_the_heldout_windows(
     with applied(view, calibrated.moments, found.moves, OPTIONS.damping):
         assert prediction.ppl == pytest.approx(perplexity(), rel=1e-4)
     assert prediction.ppl_low <= prediction.ppl <= prediction.ppl_high
+
+
+def test_auto_measures_no_worse_than_any_single_strategy(loaded: LoadedModel, cache: str) -> None:
+    for keep in (0.8, 0.5):
+        options = PlanOptions(**{**vars(OPTIONS), "probe": "all"})
+        choice = choose(
+            loaded,
+            budget_of(keep, None),
+            options=options,
+            calibration=CALIBRATION,
+            cache_dir=cache,
+        )
+        measured = {
+            one.strategy: one.prediction.ppl
+            for one in choice.candidates
+            if one.prediction is not None and one.prediction.measured
+        }
+        assert set(measured) == set(STRATEGIES)
+        assert measured["auto"] <= min(ppl for ppl in measured.values() if ppl is not None)
 
 
 def test_without_a_probe_the_band_is_wide_and_says_so(loaded: LoadedModel, cache: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gccompress.plan import AnyMove, DropLayers, LowRank, Plan, Prediction
+from gccompress.plan import AnyMove, DropLayers, LowRank, Plan, Prediction, ResizeMlp
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +79,10 @@ class Choice:
                 names = ", ".join(str(layer) for layer in move.layers)
                 yield f"Layers {names} (counted from 0) are dropped."
                 continue
-            role = move.role if isinstance(move, LowRank) else "+".join(move.roles)
+            if isinstance(move, ResizeMlp):
+                role = "mlp"
+            else:
+                role = move.role if isinstance(move, LowRank) else "+".join(move.roles)
             key = f"{role} {move.do.replace('_', ' ')}"
             counts[key] = counts.get(key, 0) + 1
         if counts:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import gccompress
 from gccompress.calibration import (
@@ -30,8 +30,9 @@ from gccompress.plan import (
     plan_params,
 )
 from gccompress.planner import strategies
+from gccompress.planner.allocate import Scales
 from gccompress.planner.candidates import Candidate, Choice
-from gccompress.planner.probe import Probe, probe, window_losses
+from gccompress.planner.probe import Probe, Prober
 from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Survey, survey
 from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role, Space
@@ -40,7 +41,7 @@ from gccompress.view import ModelView, model_shape
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["auto", "share", "lowrank", "prune"]
+Strategy = Literal["auto", "ranks", "width", "share", "lowrank", "prune"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 # Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
@@ -66,7 +67,7 @@ class PlanOptions:
     spaces: Literal["measured", "paper"] = "measured"
     longest: int = 3
     group: int = 2
-    multiple: int = 8
+    multiple: int = 32
     damping: Damping = field(default_factory=Damping)
     probe: Literal["chosen", "all", "none"] = "chosen"
 
@@ -104,13 +105,16 @@ def choose(
         name: _moves(name, priced, calibrated, shape, target, spaces, options)
         for name in STRATEGIES
     }
+    prober = None
+    if options.probe != "none" and len(calibrated.heldout):
+        prober = Prober(view, calibrated.moments, options.damping, calibrated.heldout)
+        _probe_and_calibrate(prober, found, priced, target, options)
     chosen = found[options.strategy]
     if isinstance(chosen, PlanError):
         raise chosen
-    probes, dense_nll = _probe(view, calibrated, found, options)
     candidates = tuple(
-        _candidate(name, moves, shape, dense_nll, probes) for name, moves in found.items()
-    ) + tuple(_quantized(bits, priced, shape, dense_nll) for bits in QUANTIZED_BITS)
+        _candidate(name, moves, shape, prober) for name, moves in found.items()
+    ) + tuple(_quantized(bits, priced, shape, prober) for bits in QUANTIZED_BITS)
     prediction = candidates[STRATEGIES.index(options.strategy)].prediction
     assert prediction is not None  # noqa: S101 - its moves exist
     plan = Plan(
@@ -257,113 +261,129 @@ def _moves(
     options: PlanOptions,
 ) -> list[AnyMove] | PlanError:
     """Return a strategy's moves, or its reason for having none."""
+    segments, widths, multiple = priced.segments, priced.widths, options.multiple
     try:
         match strategy:
             case "auto":
-                return strategies.auto(priced.segments, target, options.multiple)
+                return strategies.allocated(segments, widths, target, multiple)
+            case "ranks":
+                return strategies.allocated(segments, (), target, multiple)
+            case "width":
+                return strategies.width(segments, widths, target, multiple)
             case "share":
-                segments, multiple = priced.segments, options.multiple
                 return strategies.share(segments, spaces, target, multiple, options.group)
             case "lowrank":
-                return strategies.lowrank(priced.segments, target, options.multiple)
+                return strategies.lowrank(segments, target, multiple)
             case "prune":
                 return strategies.prune(shape, calibrated.moments.influence, target)
     except PlanError as error:
         return error
 
 
-def _probe(
-    view: ModelView,
-    calibrated: Calibrated,
-    found: Mapping[Strategy, list[AnyMove] | PlanError],
+def _probe_and_calibrate(
+    prober: Prober,
+    found: dict[Strategy, list[AnyMove] | PlanError],
+    priced: Survey,
+    target: int,
     options: PlanOptions,
-) -> tuple[dict[str, Probe], float | None]:
-    """Measure candidates in memory on the held-out windows; dropped layers are always measured."""
-    if options.probe == "none" or not len(calibrated.heldout.ids):
-        return {}, None
-    dense = window_losses(view, calibrated.heldout)
-    measured: dict[str, Probe] = {
-        name: probe(
-            view,
-            calibrated.moments,
-            tuple(moves),
-            options.damping,
-            windows=calibrated.heldout,
-            dense=dense,
+) -> None:
+    """Measure candidates; with `auto` chosen, let kinds compete at what they measured.
+
+    Dropping layers is always measured, it costs no factorisation. The second order under-states
+    kinds of move differently, so the probes of `ranks` and `width` scale their kinds before
+    `auto` is allocated again; should a single strategy still measure better, `auto` takes its
+    moves.
+    """
+    singles: set[Strategy] = {"prune", options.strategy} - {"auto"}
+    if options.probe == "all":
+        singles = set(STRATEGIES) - {"auto"}
+    if options.strategy == "auto" or options.probe == "all":
+        singles |= {"ranks", "width"}
+    for name in STRATEGIES:
+        single = found[name]
+        if name in singles and not isinstance(single, PlanError):
+            prober.measure(name, single)
+    if options.strategy != "auto" and options.probe != "all":
+        return
+    scales = Scales(*(_scale(prober, name, found[name]) for name in ("ranks", "width")))
+    try:
+        moves = strategies.allocated(
+            priced.segments, priced.widths, target, options.multiple, scales
         )
-        for name, moves in found.items()
-        if not isinstance(moves, PlanError)
-        and (options.probe == "all" or name in ("prune", options.strategy))
-    }
-    return measured, float(dense.mean())
+    except PlanError as error:
+        found["auto"] = error
+        return
+    found["auto"] = moves
+    logger.debug("measured over predicted loss: %s", scales)
+    best = min(prober.found, key=lambda name: prober.found[name].rise, default="auto")
+    if prober.measure("auto", moves).rise > prober.found[best].rise:
+        logger.info("auto: the moves of %s measured better and are taken", best)
+        found["auto"] = found[cast(Strategy, best)]
+        prober.found["auto"] = prober.found[best]
+
+
+def _scale(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError) -> float:
+    """Return measured over predicted loss of a probed strategy, within what can be believed."""
+    if isinstance(moves, PlanError) or name not in prober.found:
+        return UNPROBED_SCALE[1]
+    predicted = sum(move.loss or 0.0 for move in moves)
+    if predicted <= 0:
+        return UNPROBED_SCALE[1]
+    return min(max(prober.found[name].rise / predicted, 0.5), 20.0)
 
 
 def _candidate(
     strategy: Strategy,
     moves: list[AnyMove] | PlanError,
     shape: ModelShape,
-    dense_nll: float | None,
-    probes: Mapping[str, Probe],
+    prober: Prober | None,
 ) -> Candidate:
     if isinstance(moves, PlanError):
         return Candidate(strategy, (), None, reason=str(moves))
     decoder, total = plan_params(tuple(moves), shape)
     loss = sum(move.loss or 0.0 for move in moves)
-    rise = _expected_rise(strategy, loss, probes)
-    low, middle, high = (
-        (None,) * 3 if dense_nll is None else tuple(math.exp(dense_nll + r) for r in rise)
-    )
+    probe = prober.found.get(strategy) if prober else None
     prediction = Prediction(
         params_kept=decoder / shape.decoder_params(),
         params=total,
         bytes=total * shape.bytes_per_param,
         loss=loss,
-        dense_ppl=None if dense_nll is None else math.exp(dense_nll),
-        ppl=middle,
-        ppl_low=low,
-        ppl_high=high,
-        measured=strategy in probes,
+        **_perplexities(prober, loss, probe),
+        measured=probe is not None,
     )
     before = shape.decoder_params() + shape.head_params
     return Candidate(strategy, tuple(moves), prediction, before / (decoder + shape.head_params))
 
 
-def _expected_rise(
-    strategy: str, loss: float, probes: Mapping[str, Probe]
-) -> tuple[float, float, float]:
-    """Return the low, expected and high rise of the NLL in nats per token.
+def _perplexities(prober: Prober | None, loss: float, probe: Probe | None) -> dict[str, float]:
+    """Return dense, expected, low and high perplexity; nothing without held-out text.
 
     Probed: the measurement and two standard errors. Otherwise the second-order prediction times
     the range of ratios that docs/method.md measured.
     """
-    if strategy in probes:
-        one = probes[strategy]
-        margin = 2 * one.error if math.isfinite(one.error) else abs(one.rise)
-        return one.rise - margin, one.rise, one.rise + margin
-    low, middle, high = UNPROBED_SCALE
-    return loss * low, loss * middle, loss * high
+    if prober is None:
+        return {}
+    if probe is None:
+        low, middle, high = (loss * scale for scale in UNPROBED_SCALE)
+    else:
+        margin = 2 * probe.error if math.isfinite(probe.error) else abs(probe.rise)
+        low, middle, high = probe.rise - margin, probe.rise, probe.rise + margin
+    rises = {"dense_ppl": 0.0, "ppl": middle, "ppl_low": low, "ppl_high": high}
+    return {name: math.exp(prober.dense_nll + rise) for name, rise in rises.items()}
 
 
-def _quantized(bits: int, priced: Survey, shape: ModelShape, dense_nll: float | None) -> Candidate:
+def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | None) -> Candidate:
     """Return the reference row of round-to-nearest on all decoder projections."""
     decoder = shape.decoder_params()
+    rest = shape.total_params - decoder
     per_weight = bits + (16 + bits) / QUANTIZED_GROUP
     loss = priced.quantized[bits]
-    size = (shape.total_params - decoder) * shape.bytes_per_param + int(decoder * per_weight / 8)
-    ppl = (
-        (None,) * 3
-        if dense_nll is None
-        else tuple(math.exp(dense_nll + loss * scale) for scale in UNPROBED_SCALE)
-    )
     prediction = Prediction(
         params_kept=1.0,
         params=shape.total_params,
-        bytes=size,
+        bytes=rest * shape.bytes_per_param + int(decoder * per_weight / 8),
         loss=loss,
-        dense_ppl=None if dense_nll is None else math.exp(dense_nll),
-        ppl=ppl[1],
-        ppl_low=ppl[0],
-        ppl_high=ppl[2],
+        **_perplexities(prober, loss, None),
     )
     return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
 

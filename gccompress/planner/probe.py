@@ -1,15 +1,16 @@
-"""A probe: the loss of a plan measured in memory on calibration text that no moment has seen."""
+"""Probes: the loss of a plan measured in memory on calibration text that no moment has seen."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from gccompress.apply import applied
-from gccompress.errors import NumericalError
 from gccompress.linalg import Damping
 from gccompress.moments import Moments
+from gccompress.moves import applied
 from gccompress.plan import AnyMove
+from gccompress.scores import score_windows
 from gccompress.text import Windows
 from gccompress.view import ModelView
 
@@ -27,35 +28,39 @@ class Probe:
     error: float
 
 
-def window_losses(view: ModelView, windows: Windows) -> torch.Tensor:
-    """Return the mean NLL in nats per token of each window `[n]`, float64.
+class Prober:
+    """Measures plans against the dense model on the same held-out windows, each plan once.
 
-    Raises:
-        NumericalError: a non-finite loss, naming the window.
+    Attributes:
+        dense_nll: of the dense model, nats per token.
+        found: what was measured, by strategy.
     """
-    losses = []
-    with torch.inference_mode():
-        for index, ids in enumerate(windows.ids):
-            ids = ids[None].to(view.model.device)
-            logits = view.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            loss = nn.functional.cross_entropy(logits, ids[0, 1:])
-            if not bool(torch.isfinite(loss)):
-                raise NumericalError(f"held-out window {index}: loss is {float(loss)}")
-            losses.append(loss.double().cpu())
-    return torch.stack(losses)
+
+    def __init__(
+        self, view: ModelView, moments: Moments, damping: Damping, windows: Windows
+    ) -> None:
+        """Score the dense model; raises `NumericalError` naming a window of non-finite loss."""
+        self._view, self._moments, self._damping = view, moments, damping
+        self._windows = windows
+        self._dense = window_losses(view, windows)
+        self._seen: dict[tuple[AnyMove, ...], Probe] = {}
+        self.dense_nll = float(self._dense.mean())
+        self.found: dict[str, Probe] = {}
+
+    def measure(self, strategy: str, moves: Sequence[AnyMove]) -> Probe:
+        """Carry the moves out in memory, score the model, and put it back."""
+        plan = tuple(moves)
+        if plan not in self._seen:
+            with applied(self._view, self._moments, plan, self._damping):
+                rise = window_losses(self._view, self._windows) - self._dense
+            error = float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else math.nan
+            self._seen[plan] = Probe(float(rise.mean()), error)
+        self.found[strategy] = self._seen[plan]
+        return self.found[strategy]
 
 
-def probe(
-    view: ModelView,
-    moments: Moments | None,
-    moves: tuple[AnyMove, ...],
-    damping: Damping,
-    *,
-    windows: Windows,
-    dense: torch.Tensor,
-) -> Probe:
-    """Measure a plan against the dense losses `[n]` of the same windows."""
-    with applied(view, moments, moves, damping):
-        rise = window_losses(view, windows) - dense
-    error = float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else float("nan")
-    return Probe(float(rise.mean()), error)
+def window_losses(view: ModelView, windows: Windows) -> torch.Tensor:
+    """Return the mean NLL of each window `[n]`, nats per token, float64."""
+    losses = score_windows(view.model, windows).nll
+    assert losses is not None  # noqa: S101 - asked for
+    return losses.double()

@@ -1,15 +1,16 @@
-"""The strategies that compete: drop layers, uniform low rank, uniform sharing, one price for all.
+"""The strategies that compete: layers, neurons, ranks and bases, uniform or at one price.
 
 Each returns the moves that meet a budget of decoder-projection parameters, or says why it cannot.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gccompress.errors import PlanError
 from gccompress.moments import LayerInfluence
 from gccompress.plan import AnyMove, DropLayers
-from gccompress.planner.allocate import allocate
-from gccompress.planner.survey import Segment
+from gccompress.planner.allocate import Scales, allocate
+from gccompress.planner.survey import Segment, Width
 from gccompress.roles import Role, Space
 from gccompress.sizes import ModelShape, rank_for_share
 
@@ -72,13 +73,24 @@ def share(
     return uniform(cut, budget - left_alone, multiple)
 
 
-def auto(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
-    """Let every rank of every matrix and every segment compete at one price per parameter."""
-    return [
-        one.segment.move(one.rank)
-        for one in allocate(segments, budget, multiple)
-        if one.rank is not None
-    ]
+def allocated(
+    segments: Sequence[Segment],
+    widths: Sequence[Width],
+    budget: int,
+    multiple: int,
+    scales: Scales = Scales(),  # noqa: B008 - frozen
+) -> list[AnyMove]:
+    """Let every size of every candidate given compete at one price per parameter."""
+    chosen = allocate(segments, widths, budget, multiple=multiple, scales=scales)
+    return [one.move for one in chosen if one.move is not None]
+
+
+def width(
+    segments: Sequence[Segment], widths: Sequence[Width], budget: int, multiple: int
+) -> list[AnyMove]:
+    """Remove MLP neurons only, where they cost least."""
+    dense = [replace(one, saved=one.saved[:0]) for one in segments if len(one.layers) == 1]
+    return allocated(dense, widths, budget, multiple)
 
 
 def uniform(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:

@@ -20,15 +20,16 @@ from gccompress import linalg
 from gccompress.files import new_file
 from gccompress.linalg import Damping, Side
 from gccompress.moments import Moments, weighted
-from gccompress.plan import LowRank, ShareInput, ShareOutput
+from gccompress.plan import LowRank, ResizeMlp, ShareInput, ShareOutput
 from gccompress.progress import track
 from gccompress.roles import Role, Space
 from gccompress.sizes import low_rank_params, shared_input_params, shared_output_params
-from gccompress.view import ModelView
+from gccompress.view import ModelView, model_shape
+from gccompress.width import order_neurons
 
 logger = logging.getLogger(__name__)
 
-SURVEY_VERSION = 1
+SURVEY_VERSION = 2
 QUANTIZED_BITS = (4, 8)
 QUANTIZED_GROUP = 64
 
@@ -69,15 +70,40 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Width:
+    """One candidate: the MLP of one layer with fewer neurons, at any width.
+
+    Attributes:
+        layer: which.
+        inner: neurons it has.
+        per_neuron: weights of one.
+        losses: `[inner + 1]` predicted nats per token when 0, 1, ... inner neurons are gone.
+    """
+
+    layer: int
+    inner: int
+    per_neuron: int
+    losses: NDArray[np.float64]
+
+    def move(self, width: int) -> ResizeMlp:
+        """Return the move that this candidate is at `width` neurons."""
+        gone = self.inner - width
+        loss, saves = float(self.losses[gone]), gone * self.per_neuron
+        return ResizeMlp(layer=self.layer, width=width, loss=loss, saves=saves)
+
+
+@dataclass(frozen=True)
 class Survey:
     """All candidates of one model under one calibration.
 
     Attributes:
+        widths: the MLP of every layer.
         segments: every run of 1 to `longest` adjacent layers of each role, where shared at all.
         quantized: predicted loss in nats per token of round-to-nearest of all projections, by bits.
     """
 
     segments: tuple[Segment, ...]
+    widths: tuple[Width, ...]
     quantized: dict[int, float]
 
 
@@ -96,6 +122,7 @@ def survey(
     an interrupted survey goes on where it was. Raises `NumericalError` from the factorisation.
     """
     segments: list[Segment] = []
+    widths: list[Width] = []
     quantized = dict.fromkeys(QUANTIZED_BITS, 0.0)
     for role in track(view.roles, "Pricing every rank (projections)"):
         space = spaces.get(role, Space.NONE)
@@ -109,8 +136,14 @@ def survey(
                 save_file(table, temporary)
         for bits in QUANTIZED_BITS:
             quantized[bits] += float(table.pop(f"rtn{bits}").sum())
+        if role is Role.DOWN:
+            per_neuron = model_shape(view).per_neuron
+            for layer in range(view.num_layers):
+                inner = view.shape(role, layer)[1]
+                losses = table.pop(f"width-{layer}")
+                widths.append(Width(layer, inner, per_neuron, losses))
         segments += _segments(view, role, space, table)
-    return Survey(tuple(segments), quantized)
+    return Survey(tuple(segments), tuple(widths), quantized)
 
 
 def _price_role(
@@ -130,6 +163,9 @@ def _price_role(
         for bits in QUANTIZED_BITS:
             rounded = linalg.round_to_nearest(view.weight(role, layer), bits, QUANTIZED_GROUP)
             rounding[bits].append(matrix.loss(rounded))
+        if role is Role.DOWN:
+            order = order_neurons(matrix, f"layer {layer} {role}")
+            table[f"width-{layer}"] = _numpy(order.losses)
         alone = linalg.side(matrix, linalg.alone_space(view.shape(role, layer)))
         table[f"{layer}-{layer}"] = _numpy(linalg.spectrum([alone], f"layer {layer} {role}"))
         if space is Space.NONE or longest == 1:
