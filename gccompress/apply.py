@@ -204,15 +204,17 @@ def apply_plan(
     after = sum(parameter.numel() for parameter in compressed.parameters())
     written = difference = None
     if path is not None:
-        files = {"plan.yaml": plan.to_yaml(), "gccompress.json": _provenance(plan, loaded, other)}
-        difference = write_checkpoint(compressed, loaded.tokenizer, path, files)
+        record = _provenance(plan, loaded, other)
+        difference = write_checkpoint(
+            compressed, loaded.tokenizer, path, record, {"plan.yaml": plan.to_yaml()}
+        )
         written = checkpoint_bytes(path)
     return Applied(compressed, path, before, after, written, difference, jitter)
 
 
-def _provenance(plan: Plan, loaded: LoadedModel, other: bool) -> str:
+def _provenance(plan: Plan, loaded: LoadedModel, other: bool) -> dict[str, Any]:
     """Return what is recorded beside the weights: base model, plan, versions."""
-    record = {
+    return {
         "base_model": loaded.source.name,
         "base_model_hash": loaded.source.hash,
         "plan_model_hash": plan.model.hash,
@@ -221,13 +223,18 @@ def _provenance(plan: Plan, loaded: LoadedModel, other: bool) -> str:
         "versions": {name: version(name) for name in ("torch", "transformers")}
         | {"gccompress": gccompress.__version__},
     }
-    return json.dumps(record, indent=1)
 
 
 def write_checkpoint(
-    model: Any, tokenizer: Any, out: Path, extra_files: Mapping[str, str]
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    record: Mapping[str, Any],
+    extra_files: Mapping[str, str],
 ) -> float:
     """Write a model atomically, reload it, and return the largest logit difference to memory.
+
+    `record`, with that difference, becomes `gccompress.json` in the folder.
 
     Raises:
         GccompressError: `out` is not empty, or the disk refuses.
@@ -242,4 +249,6 @@ def write_checkpoint(
                 f"the checkpoint for {out} reloads with logits off by {difference:.3g}, allowed "
                 f"{tolerance:g}; nothing was written"
             )
+        checked = {**record, "reload_max_abs_diff": difference}
+        (temporary / "gccompress.json").write_text(json.dumps(checked, indent=1), "utf-8")
     return difference

@@ -168,10 +168,11 @@ def _open_folder(found: Located, cache_dir: str | Path | None) -> WeightStream:
     refuse_config(SimpleNamespace(**raw), found.name)
     check_family(raw, found.name)
     text = raw.get("text_config")
-    config = _parse_config(text if isinstance(text, dict) and "model_type" in text else raw, found)
+    language = text if isinstance(text, dict) and "model_type" in text else raw
+    config = _parse_config(language, found)
     refuse_config(config, found.name)
     spec = spec_for(config.model_type)
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    quantization = raw.get("quantization_config") or language.get("quantization_config")
     storage = SafetensorsStorage(found.path, config, spec, quantization)
     return WeightStream(found, config, spec, storage, cache_dir)
 

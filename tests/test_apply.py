@@ -156,6 +156,7 @@ def test_from_folder_to_folder_sizes_reload_and_provenance(tmp_path: Path) -> No
     assert Plan.load(tmp_path / "out" / "plan.yaml") == Plan.load(tmp_path / "plan.yaml")
     record = json.loads((tmp_path / "out" / "gccompress.json").read_text())
     assert record["base_model_hash"] == loaded.source.hash
+    assert record["reload_max_abs_diff"] == done.reload_max_abs_diff
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(reloaded(tokens()).logits, done.model(tokens()).logits)
 
@@ -216,7 +217,7 @@ def test_one_width_for_all_layers_is_a_plain_model_of_its_family(
     with applied(view, moments, plan.moves, DAMPING), torch.no_grad():
         as_planned = model(tokens()).logits.clone()
     compressed, _ = compress(view, moments, plan)
-    write_checkpoint(compressed, None, tmp_path / "out", {})
+    write_checkpoint(compressed, None, tmp_path / "out", {}, {})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == family and "gccompress" not in config
     assert config[view.spec.mlp_width] == width
