@@ -71,6 +71,20 @@ class Plain(WithoutFisher):
         return torch.eye(len(super().g(role, layer)), dtype=torch.float64)
 
 
+class HalfFisher(Moments):
+    """G of all windows, A of the first half only: what the first rows of the method's table used."""
+
+    def __init__(self, folder: Path, half: Moments) -> None:
+        """Open finished moments; `half` has the A to use."""
+        super().__init__(folder)
+        self.hash += f"-{half.hash}"
+        self._half = half
+
+    def a(self, role: Role, layer: int) -> torch.Tensor:
+        """Return A of the half."""
+        return self._half.a(role, layer)
+
+
 class Bench:
     """The model, its windows and the rows measured so far."""
 
@@ -230,22 +244,38 @@ def product_rows(bench: Bench, keep: float) -> None:
 
 
 def estimate_rows(bench: Bench, keep: float) -> None:
-    """What better and worse estimates of A are worth."""
+    """What worse and better estimates of A are worth."""
     budget = bench.budget(keep)
-    for name, fisher, windows in (
-        ("allocated, alone, A and G of 16 windows", Fisher(True, 0), 16),
-        ("allocated, alone, 5 draws, A shrunk", Fisher(True, 5), 32),
-    ):
-        damping = DAMPED if fisher.draws else NO_DAMPING
-        moments = bench.moments(fisher, windows=windows)
-        segments = bench.segments(moments, PAPER_SPACE, 1, damping)
-        bench.row(
-            name,
-            keep,
-            moments,
-            lambda segments=segments: strategies.allocated(segments, (), budget, 1),  # type: ignore[misc]
-            damping,
-        )
+    half = bench.moments(Fisher(True, 0), windows=CALIBRATION_WINDOWS // 2)
+    mixed = HalfFisher(bench.moments(Fisher(True, 0)).folder, half)
+    segments = bench.segments(mixed, PAPER_SPACE, 2, NO_DAMPING)
+    alone = [one for one in segments if len(one.layers) == 1]
+    bench.row(
+        "per layer, G and A, uniform, A of 16 windows",
+        keep,
+        mixed,
+        lambda: strategies.lowrank(segments, budget, 1),
+    )
+    bench.row(
+        "pairs in the paper's spaces, G and A, A of 16 windows",
+        keep,
+        mixed,
+        lambda: strategies.share(segments, PAPER_SPACE, budget, 1, 2),
+    )
+    bench.row(
+        "allocated, alone, A of 16 windows",
+        keep,
+        mixed,
+        lambda: strategies.allocated(alone, (), budget, 1),
+    )
+    best = bench.moments(Fisher(True, 5))
+    bench.row(
+        "allocated, alone, 5 draws, A shrunk",
+        keep,
+        best,
+        lambda: strategies.allocated(bench.segments(best, PAPER_SPACE, 1, DAMPED), (), budget, 1),
+        DAMPED,
+    )
 
 
 def markdown(bench: Bench, command: str) -> str:
