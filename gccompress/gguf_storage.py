@@ -1,7 +1,5 @@
 """Weights of a GGUF file, dequantised tensor by tensor as transformers converts them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from torch import Tensor
 from gccompress.architectures import ArchSpec, SiteSpec, known, refuse_config, role_shapes
 from gccompress.errors import ModelError, UnsupportedModelError
 from gccompress.gguf_files import refuse_split
+from gccompress.gguf_head import GgufHead, GgufTensor, read_head
 from gccompress.roles import Role
 from gccompress.storage import read_into
 from gccompress.weight_files import AGAIN
@@ -29,25 +28,6 @@ _FIELDS = {
 _INTERLEAVED = ("llama",)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor: its ggml type (an enumeration of package gguf), shape as `[out, in]`, bytes."""
-
-    kind: Any
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What the head of a GGUF file says."""
-
-    architecture: str
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, _Stored]
-
-
 def open_gguf(file: Path) -> tuple[Any, ArchSpec, "GgufStorage"]:
     """Return the transformers config that a GGUF file's metadata gives, the family, the weights.
 
@@ -58,7 +38,7 @@ def open_gguf(file: Path) -> tuple[Any, ArchSpec, "GgufStorage"]:
     from transformers import AutoConfig
 
     refuse_split(file)
-    contents = _read_head(file)
+    contents = read_head(file)
     spec, model_type = _family(file, contents.architecture)
     experts = contents.metadata.get("expert_count")
     refuse_config(SimpleNamespace(num_experts=experts), f"model {file}")
@@ -73,7 +53,7 @@ def open_gguf(file: Path) -> tuple[Any, ArchSpec, "GgufStorage"]:
     return config, spec, GgufStorage(file, config, spec, contents)
 
 
-def _size(file: Path, contents: _Contents, key: str) -> int | None:
+def _size(file: Path, contents: GgufHead, key: str) -> int | None:
     """Return a size from the metadata; of one entry a layer, the entry if they all agree."""
     value = contents.metadata.get(key)
     if value is None and key == "attention.key_length":
@@ -97,33 +77,6 @@ def _size(file: Path, contents: _Contents, key: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _read_head(file: Path) -> _Contents:
-    """Read metadata and the places of all tensors, and let the memory map go again."""
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(file)
-        architecture = str(reader.fields["general.architecture"].contents())
-        prefix = f"{architecture}."
-        metadata = {
-            key.removeprefix(prefix): field.contents()
-            for key, field in reader.fields.items()
-            if key.startswith(prefix)
-        }
-        tensors = {
-            tensor.name: _Stored(
-                tensor.tensor_type,
-                tuple(int(size) for size in reversed(tensor.shape)),
-                int(tensor.data_offset),
-                int(tensor.n_bytes),
-            )
-            for tensor in reader.tensors
-        }
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ModelError(f"{file} is truncated or no GGUF file ({error}); {AGAIN}") from error
-    return _Contents(architecture, metadata, tensors)
-
-
 def _family(file: Path, architecture: str) -> tuple[ArchSpec, str]:
     """Return the family of a GGUF architecture, and its model type in transformers."""
     for spec in known():
@@ -139,7 +92,7 @@ def _family(file: Path, architecture: str) -> tuple[ArchSpec, str]:
 class GgufStorage:
     """The decoder in a GGUF file; a `storage.Storage`. Everything comes as fp32."""
 
-    def __init__(self, file: Path, config: Any, spec: ArchSpec, contents: _Contents) -> None:
+    def __init__(self, file: Path, config: Any, spec: ArchSpec, contents: GgufHead) -> None:
         """Check that each layer's tensors are there, in the shape they must have.
 
         Args:
@@ -221,14 +174,14 @@ class GgufStorage:
         """Return the file and the name in it of a module's weight."""
         return self._file, self._name(module, layer)
 
-    def _head_rows(self, site: SiteSpec, stored: _Stored) -> int:
+    def _head_rows(self, site: SiteSpec, stored: GgufTensor) -> int:
         """Return the rows of a head whose rows are to be put in order, 1 if they are in order."""
         if not self._interleaved or not set(site.roles) <= {Role.Q, Role.K}:
             return 1
         name = "num_attention_heads" if Role.Q in site.roles else "num_key_value_heads"
         return stored.shape[0] // int(getattr(self._config, name))
 
-    def _dequantised(self, stored: _Stored, start: int, stop: int) -> Tensor:
+    def _dequantised(self, stored: GgufTensor, start: int, stop: int) -> Tensor:
         """Return entries `start:stop` along the first axis, fp32."""
         from gguf.quants import dequantize
 
@@ -243,7 +196,7 @@ class GgufStorage:
     def _name(self, module: str, layer: int) -> str:
         return f"{self._names.get_name(f'{self._spec.layers}.{layer}.{module}')}.weight"
 
-    def _find(self, module: str, layer: int) -> _Stored:
+    def _find(self, module: str, layer: int) -> GgufTensor:
         name = self._name(module, layer)
         stored = self._tensors.get(name)
         if stored is None:

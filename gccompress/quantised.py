@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -144,19 +145,25 @@ def _block(quantization: Any) -> tuple[int, int]:
     return _BLOCK
 
 
-def scale_rows(values: Tensor, scale: Tensor, scaling: Scaling, start: int) -> None:
-    """Multiply fp32 `values [n, in]`, rows from `start` on of a weight, by their scales, in place.
+def widen(stored: Tensor, scale: Tensor, scaling: Scaling, start: int, out: Tensor) -> None:
+    """Write rows of an fp8 weight, multiplied by their scales, into fp32 `out [n, in]`.
 
     fp32, because an fp8 value times a bf16 scale has up to 12 significant bits: bf16 would round.
 
     Args:
-        values: The fp8 values, widened.
+        stored: The fp8 values `[n, in]`.
         scale: The scales of the whole weight, in the shape they are stored in.
         scaling: What they are for.
         start: Number of the first row.
+        out: Contiguous.
     """
+    # By table: several times faster than a cast, and all 256 values are right by construction.
+    table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).to(torch.float32)
+    np.take(table.numpy(), stored.view(torch.uint8).numpy(), out=out.numpy(), mode="clip")
     height, width = scaling.block
-    per_row = torch.arange(start, start + len(values)).div(height, rounding_mode="floor")
+    per_row = torch.arange(start, start + len(out)).div(height, rounding_mode="floor")
     factors = scale.to(torch.float32).reshape(scaling.shape)[per_row]
-    for part in range(scaling.shape[1]):
-        values[:, part * width : (part + 1) * width].mul_(factors[:, part : part + 1])
+    blocks = out.shape[1] // width
+    whole = out[:, : blocks * width].unflatten(1, (blocks, width))
+    whole.mul_(factors[:, :blocks, None])
+    out[:, blocks * width :].mul_(factors[:, blocks:])

@@ -24,7 +24,7 @@ class WeightStream:
     """The decoder of one causal language model on disk; a `weight_source.WeightSource`.
 
     Weights come in the float dtype they are stored in, each its own where a checkpoint mixes them;
-    fp8 as fp32 (see `quantised.scale_rows`), GGUF as fp32. Opened with `open_stream`.
+    fp8 as fp32 (see `quantised.widen`), GGUF as fp32. Opened with `open_stream`.
 
     Attributes:
         name: as the user gave it.
@@ -68,6 +68,13 @@ class WeightStream:
             return f"sha256:{remembered_sha256(self._found.path, self._cache_dir)}"
         folder = self._found.path
         return content_hash(folder, weight_files(folder), self._cache_dir)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the weights and the config come from."""
+        if self._found.is_gguf:
+            return (self._found.path,)
+        return self._found.path / "config.json", *weight_files(self._found.path)
 
     def shape(self, role: Role, layer: int) -> tuple[int, int]:
         """Return `(out, in)` of (role, layer), known from headers alone."""

@@ -19,7 +19,7 @@ from gccompress.quantised import (
     find_scaling,
     refuse_integers,
     refuse_packed,
-    scale_rows,
+    widen,
 )
 from gccompress.weight_files import AGAIN, TensorEntry, read_header, weight_files
 
@@ -31,7 +31,7 @@ _FLOATS = {
 }
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _DTYPES = {**_FLOATS, **_FP8}
-PIECE = 1 << 24  # elements in memory besides the result while that is put together
+PIECE = 1 << 22  # elements in memory besides the result while that is put together
 _MOST = 1 << 30  # bytes asked for at once; systems give no more than 2 GiB
 
 
@@ -217,8 +217,7 @@ class SafetensorsStorage:
         for first in range(start, stop, step):
             last = min(first + step, stop)
             piece = result[first - start : last - start]
-            piece.copy_(_stored_rows(stored, first, last))
-            scale_rows(piece, scale, scaling, first)
+            widen(_stored_rows(stored, first, last), scale, scaling, first, piece)
         return result
 
     def _name(self, module: str, layer: int) -> str:

@@ -11,46 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gccompress import gguf_storage, shards, storage
+from gccompress import shards, storage
 from gccompress.architectures import spec_for
 from gccompress.errors import ModelError, NumericalError, UnsupportedModelError
-from gccompress.models import open_model, resolve
+from gccompress.models import resolve
 from gccompress.roles import Role
-from gccompress.shards import WeightStream, open_stream
+from gccompress.shards import open_stream
 from gccompress.view import ModelView
-from gccompress.weight_source import WeightSource
 from tests.damage import INDEX, WEIGHTS, edit_json, edit_weights, refusal, sharded
+from tests.streams import assert_same_source, same
 from tests.tiny import FAMILIES, tiny_folder, tiny_model
-from tests.tiny_gguf import gguf_tensors, write_gguf
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 
 STORED = (("bf16", torch.bfloat16, "1GB"), ("fp16", torch.float16, "60KB"), ("fp32", None, "1GB"))
 DOWN = "model.layers.1.mlp.down_proj.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-def same(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit of their values."""
-    if found is None or wanted is None:
-        return found is wanted
-    return found.dtype == wanted.dtype and torch.equal(found, wanted)
-
-
-def assert_same_source(found: WeightStream, wanted: WeightSource) -> None:
-    """Compare everything two sources of the same model say."""
-    assert (found.num_layers, found.roles) == (wanted.num_layers, wanted.roles)
-    assert found.spec is wanted.spec
-    for role in found.roles:
-        for layer in range(found.num_layers):
-            shape = found.shape(role, layer)
-            assert shape == wanted.shape(role, layer)
-            weight = found.weight(role, layer)
-            assert same(weight, wanted.weight(role, layer)), (role, layer)
-            assert same(found.in_scale(role, layer), wanted.in_scale(role, layer)), (role, layer)
-            assert same(found.out_scale(role, layer), wanted.out_scale(role, layer)), (role, layer)
-            for start, stop in ((0, 1), (3, 21), (shape[0] - 5, shape[0]), (7, 7)):
-                assert same(found.rows(role, layer, start, stop), weight[start:stop])
 
 
 @pytest.fixture
@@ -316,6 +292,13 @@ def test_fp8_block_of_compressed_tensors(tmp_path: Path) -> None:
     assert torch.equal(open_stream(folder).weight(Role.Q, 1), truth[Q].float())
 
 
+def test_fp8_block_wider_than_the_weight(llama: Path) -> None:
+    """Cut off at both edges."""
+    truth = quantised(llama, torch.float8_e4m3fn, (128, 128), torch.float32, "weight_scale_inv")
+    assert open_stream(llama).shape(Role.Q, 1) == (64, 48)
+    assert torch.equal(open_stream(llama).weight(Role.Q, 1), truth[Q].float())
+
+
 def test_fp8_of_which_scales_are_wrong(llama: Path) -> None:
     """Missing, of another shape, in a dtype that is no float."""
     quantised(llama, torch.float8_e4m3fn, None, torch.float32, "weight_scale")
@@ -509,115 +492,3 @@ def test_file_that_shrinks_or_goes_while_it_is_read(llama: Path) -> None:
     assert WEIGHTS in message and "ended" in message
     (llama / WEIGHTS).unlink()
     assert WEIGHTS in refusal(ModelError, lambda: stream.weight(Role.DOWN, 2))
-
-
-# --- GGUF ------------------------------------------------------------------------------------
-
-SIZES: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 96}
-# What transformers cannot read from a GGUF and takes to be as in the released models.
-SPECIAL: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 50257, "n_positions": 1024, "intermediate_size": None},
-    "phi3": {"vocab_size": 32064},
-    "qwen3": {"head_dim": 128},
-}
-
-
-def gguf_model(family: str) -> Any:
-    """Return a tiny model of sizes that a GGUF can hold quantised and transformers can read."""
-    return tiny_model(family, **{**SIZES, **SPECIAL.get(family, {})})
-
-
-def as_transformers_reads(file: Path) -> ModelView:
-    """Load a GGUF file with transformers."""
-    from transformers import GgufConfig
-
-    from gccompress.strict_loading import load_weights
-
-    dequantised = GgufConfig(dequantize=True)
-    return ModelView(
-        load_weights(
-            file.parent, gguf_file=file.name, quantization_config=dequantised, dtype="auto"
-        )
-    )
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_is_what_transformers_reads(
-    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every family, plain and quantised: order of rows in heads, norms, fused weights."""
-    model = gguf_model(family)
-    file = write_gguf(tmp_path / "m.gguf", model, kind)
-    monkeypatch.setattr(gguf_storage, "_PIECE", 700)
-    stream = open_stream(file)
-    for role in stream.roles if kind == "F32" else ():
-        for layer in range(2):
-            assert same(stream.weight(role, layer), ModelView(model).weight(role, layer))
-    assert stream.spec.name == ("llama" if family == "mistral" else family)
-    monkeypatch.undo()
-    assert_same_source(stream, as_transformers_reads(file))
-    bits = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8.5, "Q4_1": 5}[kind]
-    assert stream.stored_bytes(Role.Q, 0) * 8 == bits * stream.weight(Role.Q, 0).numel()
-
-
-def test_gguf_hash_is_that_of_resolve(tmp_path: Path) -> None:
-    """Of the file itself, which need not be converted for it."""
-    from gccompress.files import file_sha256
-
-    file = write_gguf(tmp_path / "m.gguf", gguf_model("llama"))
-    assert open_stream(tmp_path).hash == f"sha256:{file_sha256(file)}"
-
-
-def test_damaged_gguf(tmp_path: Path) -> None:
-    """Truncated, no GGUF, split, a tensor missing, of another shape or one too many."""
-    model = gguf_model("llama")
-    tensors = gguf_tensors(model)
-    file = write_gguf(tmp_path / "m.gguf", model)
-    data = file.read_bytes()
-    for content in (data[: len(data) // 2], data[:300], b"", b"no such format" * 9):
-        file.write_bytes(content)
-        assert "m.gguf" in refusal(ModelError, lambda: open_stream(file))
-    part = tmp_path / "x-00001-of-00002.gguf"
-    part.write_bytes(data)
-    assert "split" in refusal(ModelError, lambda: open_stream(part))
-    name = "blk.1.attn_k.weight"
-    for changed, words in (
-        ({k: v for k, v in tensors.items() if k != name}, ("layer 1", name)),
-        ({k: v for k, v in tensors.items() if not k.startswith("blk.0.")}, ("layer 0",)),
-        ({**tensors, name: tensors[name][:-1]}, (name, "[31, 64]", "[32, 64]")),
-        ({**tensors, "blk.2.attn_k.weight": tensors[name]}, ("blk.2", "block_count")),
-    ):
-        write_gguf(file, model, tensors=changed)
-        message = refusal(ModelError, lambda: open_stream(file))
-        assert all(word in message for word in words), message
-    write_gguf(file, model, tensors={**tensors, name: tensors[name] * torch.nan})
-    assert name in refusal(NumericalError, lambda: open_stream(file).rows(Role.K, 1, 0, 2))
-
-
-def test_gguf_of_another_architecture(tmp_path: Path) -> None:
-    """Unknown, or without what a language model's metadata must say."""
-    from gguf import GGUFWriter
-
-    for architecture, word in (("rwkv6", "rwkv6"), ("llama", "embedding_length")):
-        writer = GGUFWriter(str(tmp_path / "x.gguf"), architecture)
-        writer.add_tensor("a", torch.zeros(2, 32).numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        assert word in refusal(
-            UnsupportedModelError if word == "rwkv6" else ModelError,
-            lambda: open_stream(tmp_path / "x.gguf"),
-        )
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_real_gguf_is_the_converted_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All 210 matrices and 60 norms of SmolLM2-135M, Q4_1, bit for bit."""
-    monkeypatch.delenv("GCCOMPRESS_CACHE")  # converting takes a while, once
-    loaded = open_model("smollm2-135m", device="cpu", dtype="float32")
-    stream = open_stream("smollm2-135m")
-    assert (stream.num_layers, stream.hash) == (30, loaded.source.hash)
-    assert_same_source(stream, ModelView(loaded.model))
