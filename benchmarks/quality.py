@@ -72,7 +72,7 @@ class Plain(WithoutFisher):
 
 
 class HalfFisher(Moments):
-    """G of all windows, A of the first half only: what the first rows of the method's table used."""
+    """G of all windows, A of the first half: what the first rows of the method used."""
 
     def __init__(self, folder: Path, half: Moments) -> None:
         """Open finished moments; `half` has the A to use."""

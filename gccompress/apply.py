@@ -197,7 +197,10 @@ def apply_plan(
     moments = None
     if factoring:
         if plan.calibration is None:
-            raise PlanError("the plan factors matrices but names no calibration; make it again")
+            raise PlanError(
+                "the plan factors matrices but names no calibration: it orders moves by weights "
+                "alone; make it again without --no-calibration"
+            )
         moments = recall(loaded, view, plan.calibration, cache)
     compressed, jitter = compress(view, moments, plan)
     compressed.to(stored_dtype(loaded))

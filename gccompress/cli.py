@@ -185,6 +185,14 @@ def plan(
             "(.gz and .xz too), or a hub data set."
         ),
     ] = "self",
+    no_calibration: Annotated[
+        bool,
+        typer.Option(
+            "--no-calibration",
+            help="Stream the weights only: an ordering by lost weight energy, no perplexity, in "
+            "the memory of two matrices.",
+        ),
+    ] = False,
     calibration_tokens: Annotated[
         int, typer.Option(help="Tokens that go into the moments.")
     ] = 16384,
@@ -225,6 +233,7 @@ def plan(
     from gccompress.calibration import CalibrationOptions
     from gccompress.moments import Fisher
     from gccompress.planner import PlanOptions, budget_of, choose
+    from gccompress.planner.weights_only import choose_from_weights
 
     budget = budget_of(keep, max_size)
     plan_options = PlanOptions(
@@ -235,6 +244,17 @@ def plan(
         multiple=multiple,
         probe=probe.value,
     )
+    if no_calibration:
+        choice = choose_from_weights(
+            model,
+            budget,
+            options=plan_options,
+            device=device,
+            revision=revision,
+            cache_dir=cache_dir,
+        )
+        _finish_plan(choice, out, as_json)
+        return
     calibration_options = CalibrationOptions(
         calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
     )
@@ -246,13 +266,7 @@ def plan(
         calibration=calibration_options,
         cache_dir=cache_dir,
     )
-    choice.plan.save(out)
-    if as_json:
-        print(json.dumps(choice.to_dict(out)))
-        return
-    _show(choice.table())
-    _print_verdict(choice)
-    print(f"\nPlan written to {out}. Carry it out: gccompress apply {out} -o compressed")
+    _finish_plan(choice, out, as_json)
 
 
 @app.command()
@@ -448,11 +462,19 @@ def _print_how_to_load(checkpoint: Path) -> None:
     print(f"  model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")
 
 
-def _print_verdict(choice: "Choice") -> None:
-    """Print in one sentence what the plan does, and what it is expected to cost."""
+def _finish_plan(choice: "Choice", out: Path, as_json: bool) -> None:
+    """Write the plan; print the comparison, what the plan does and what it is expected to cost."""
+    choice.plan.save(out)
+    if as_json:
+        print(json.dumps(choice.to_dict(out)))
+        return
+    _show(choice.table())
     print()
     for line in choice.sentences():
         print(line)
+    print(f"\nPlan written to {out}.")
+    if choice.plan.calibration is not None:
+        print(f"Carry it out: gccompress apply {out} -o compressed")
 
 
 def _show(table: Any) -> None:

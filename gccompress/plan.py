@@ -142,6 +142,8 @@ class Prediction(Strict):
         bytes: bytes of its weights as they will be stored.
         loss: sum of the moves' predicted nats per token (second order, uncalibrated).
         ppl: perplexity on held-out calibration text; low and high bound it.
+        energy_lost: share of the projections' squared weights that a plan from weights alone
+            loses: an ordering, no prediction.
         measured: True when ppl was measured in memory on that text, False when extrapolated.
     """
 
@@ -153,6 +155,7 @@ class Prediction(Strict):
     ppl: float | None = None
     ppl_low: float | None = None
     ppl_high: float | None = None
+    energy_lost: float | None = None
     measured: bool = False
 
 

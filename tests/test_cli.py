@@ -124,6 +124,17 @@ def test_tables_for_people(model: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "llama-3.1-8b" in succeed(capsys, "models")
 
 
+def test_a_plan_from_weights_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--model", model, "--keep", 0.7, "--multiple", 4, "--no-calibration")
+    shown = succeed(capsys, *arguments)
+    assert "% energy" in shown and "no perplexity" in shown and "gccompress apply" not in shown
+    choice = succeed_json(capsys, *arguments)
+    assert {one["strategy"]: one["predicted_ppl"] for one in choice["candidates"]} == {
+        "ranks": None, "share": None, "lowrank": None, "width": None, "prune": None
+    }  # fmt: skip
+    assert "without --no-calibration" in fail(capsys, "apply", "plan.yaml", "-o", "out")
+
+
 def test_a_recipe_runs_resumes_and_redoes_only_what_changed(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,10 @@ class Choice:
                 table.add_row(mark + one.strategy, *["-"] * 5, one.reason)
                 continue
             speed = "-" if one.speedup is None else f"{one.speedup:.2f}x"
-            size, loss = f"{found.bytes / 1e6:.0f} MB", f"{found.loss:.3f}"
+            size = f"{found.bytes / 1e6:.0f} MB"
+            loss = "-" if found.loss is None else f"{found.loss:.3f}"
+            if found.energy_lost is not None:
+                loss = f"{100 * found.energy_lost:.2f}% energy"
             kept = f"{found.params_kept:.3f}"
             table.add_row(mark + one.strategy, kept, size, loss, _range(found), speed, one.reason)
         return table
@@ -91,7 +94,7 @@ class Choice:
         if found.ppl is not None:
             how = "measured in memory" if found.measured else "extrapolated"
             yield f"Perplexity on held-out calibration text: {_range(found)}, {how}."
-        else:
+        elif self.plan.calibration is not None:
             yield "No held-out text was asked for, so no perplexity is predicted."
         for note in self.plan.notes:
             yield f"Note: {note}."
@@ -115,6 +118,7 @@ def _flat(one: Candidate) -> dict[str, Any]:
         "predicted_ppl_high": found and found.ppl_high,
         "predicted_speedup": one.speedup,
         "loss": found and found.loss,
+        "energy_lost": found and found.energy_lost,
         "measured": bool(found and found.measured),
         "reason": one.reason or None,
     }

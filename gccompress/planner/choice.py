@@ -90,7 +90,7 @@ def choose(
     cache = cache_folder(cache_dir)
     view = ModelView(loaded.model)
     shape = model_shape(view, stored_dtype(loaded))
-    target = _decoder_budget(budget, shape)
+    target = decoder_budget(budget, shape)
     spaces = _spaces(loaded, options, cache_dir)
     calibrated = calibrate(loaded, view, calibration or CalibrationOptions(), cache)
     priced = survey(
@@ -134,7 +134,7 @@ def choose(
     return Choice(plan, candidates)
 
 
-def _decoder_budget(budget: Budget, shape: ModelShape) -> int:
+def decoder_budget(budget: Budget, shape: ModelShape) -> int:
     """Return the decoder-projection parameters that a budget allows."""
     dense = shape.decoder_params()
     if budget.keep is not None:

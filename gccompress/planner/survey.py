@@ -25,6 +25,7 @@ from gccompress.progress import track
 from gccompress.roles import Role, Space
 from gccompress.sizes import low_rank_params, shared_input_params, shared_output_params
 from gccompress.view import ModelView, model_shape
+from gccompress.weight_source import WeightSource
 from gccompress.width import order_neurons
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def survey(
         key = [SURVEY_VERSION, moments.hash, role, space, longest, asdict(damping)]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         path = cache / "surveys" / f"{name}.safetensors"
-        table = _read(path)
+        table = read_table(path)
         if table is None:
             table = _price_role(view, moments, role, space, longest, damping)
             with new_file(path) as temporary:
@@ -142,7 +143,7 @@ def survey(
                 inner = view.shape(role, layer)[1]
                 losses = table.pop(f"width-{layer}")
                 widths.append(Width(layer, inner, per_neuron, losses))
-        segments += _segments(view, role, space, table)
+        segments += make_segments(view, role, space, table)
     return Survey(tuple(segments), tuple(widths), quantized)
 
 
@@ -178,13 +179,14 @@ def _price_role(
     return table | {f"rtn{bits}": np.array(losses) for bits, losses in rounding.items()}
 
 
-def _segments(
-    view: ModelView, role: Role, space: Space, table: Mapping[str, NDArray[np.float64]]
+def make_segments(
+    source: WeightSource, role: Role, space: Space, table: Mapping[str, NDArray[np.float64]]
 ) -> Iterator[Segment]:
+    """Yield the segments of a `"first-last": saved` table, first layer first."""
     spans = {tuple(int(number) for number in name.split("-")): name for name in table}
     for (first, last), name in sorted(spans.items()):  # files keep no order, plans must
         saved, layers = table[name], tuple(range(first, last + 1))
-        shapes = [view.shape(role, layer) for layer in layers]
+        shapes = [source.shape(role, layer) for layer in layers]
         if len(layers) == 1:
             side, per_rank = linalg.alone_space(shapes[0]), low_rank_params(shapes[0], 1)
         elif space is Space.INPUT:
@@ -195,7 +197,7 @@ def _segments(
         yield Segment(role, layers, side, dense, per_rank, saved)
 
 
-def _read(path: Path) -> dict[str, NDArray[np.float64]] | None:
+def read_table(path: Path) -> dict[str, NDArray[np.float64]] | None:
     """Return a cached table, or None when there is none; a damaged one is removed and said so."""
     if not path.exists():
         return None
