@@ -2,30 +2,30 @@
 
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
 from gccompress import spectra
-from gccompress.errors import GccompressError, NumericalError
-from gccompress.files import new_file, write_text
-from gccompress.progress import track
+from gccompress.errors import GccompressError
+from gccompress.files import cache_folder, new_file, write_text
+from gccompress.gram import mean_error
+from gccompress.pairs import ANGLE_COUNTS, PairMetrics, pair_metrics
 from gccompress.roles import Role, Space
-from gccompress.spectra import Spectrum
-from gccompress.view import ModelView
 
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
     from gccompress.models import LoadedModel
+    from gccompress.sweep import Settings
+    from gccompress.weight_source import WeightSource
 
-ANGLE_COUNTS = (8, 32)
+__all__ = ["ContinuityReport", "PairMetrics", "analyze", "judge", "pair_metrics", "space_of"]
+
+_MEANS = ("v1", "u1", "gram_in", "gram_out", "sigma2_in", "sigma2_out")
+_PER_PAIR = (*_MEANS, "degenerate", "gram_in_error", "gram_out_error", "sigma2_share")
 
 # A space counts as shared from this multiple of the level of random directions. Random weights
 # stay below 2 when averaged over a model's pairs; on SmolLM2-135M the projections that share
@@ -40,37 +40,15 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class PairMetrics:
-    """One role in two adjacent layers; None where it cannot be measured (zero weight, low rank).
-
-    Attributes:
-        v1: `|cos|` of the leading right singular vectors (input space).
-        u1: `|cos|` of the leading left singular vectors (output space).
-        gram_in: sigma^2-weighted alignment of all right vectors, a multiple of random (`1 / in`).
-        gram_out: the same of all left vectors, a multiple of random (`1 / out`).
-        sigma2_in: `sum_i w_i |<v_i, v'_i>|`, `w_i = s_i^2 / sum s^2`.
-        sigma2_out: the same of the left vectors.
-        angles_in: mean cosine of the principal angles, one per `ANGLE_COUNTS`, input space.
-        angles_out: the same in the output space.
-    """
-
-    v1: float | None
-    u1: float | None
-    gram_in: float | None
-    gram_out: float | None
-    sigma2_in: float | None
-    sigma2_out: float | None
-    angles_in: tuple[float | None, ...]
-    angles_out: tuple[float | None, ...]
-
-
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AngleCosines(_Record):
-    """Mean cosine of the principal angles between the leading k directions of adjacent layers."""
+    """Mean cosine of the principal angles between the leading k directions of adjacent layers.
+
+    None where a layer has fewer directions, or where they could not be told from the next ones.
+    """
 
     cos_in: list[float | None]
     cos_out: list[float | None]
@@ -81,18 +59,35 @@ class AngleCosines(_Record):
 
 
 class Measures(_Record):
-    """The measures of one role: lists hold one value per adjacent pair, see `PairMetrics`."""
+    """The measures of one role: lists hold one value per adjacent pair, see `PairMetrics`.
+
+    Attributes:
+        degenerate: pairs whose v1 and u1 are null for that reason; means leave them out.
+        gap: per layer, `(s_1 - s_2) / s_1`.
+        residual: per layer, `||W^T u - s v|| / s` of the leading pair.
+        gram_in_error: standard errors; 0 where the alignment is exact.
+        gram_in_mean_error: that of the mean.
+        sigma2_share: share of the energy in the directions that sigma2_in and sigma2_out cover.
+    """
 
     v1: list[float | None]
     u1: list[float | None]
+    degenerate: list[bool]
+    gap: list[float | None]
+    residual: list[float | None]
     gram_in: list[float | None]
     gram_out: list[float | None]
+    gram_in_error: list[float | None]
+    gram_out_error: list[float | None]
     sigma2_in: list[float | None]
     sigma2_out: list[float | None]
+    sigma2_share: list[float | None]
     v1_mean: float | None
     u1_mean: float | None
     gram_in_mean: float | None
     gram_out_mean: float | None
+    gram_in_mean_error: float | None
+    gram_out_mean_error: float | None
     sigma2_in_mean: float | None
     sigma2_out_mean: float | None
     angles: dict[str, AngleCosines]
@@ -127,11 +122,11 @@ class ContinuityReport(_Record):
     Attributes:
         model: the name it was loaded by.
         model_hash: `sha256:` of what was loaded; None when a view was measured.
-        seconds: wall time of the measurement, loading excluded.
+        seconds: wall time of the measurement; reading is part of it, hashing the model is not.
         peak_rss_bytes: peak resident memory of the process so far; None where unknown.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: str
     model_hash: str | None
     num_layers: int
@@ -193,71 +188,53 @@ class ContinuityReport(_Record):
         return continuity_table(self)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A weight `[out, in]` with its spectrum."""
-
-    weight: Tensor
-    spectrum: Spectrum
-
-
-def pair_metrics(first: Tensor, second: Tensor) -> PairMetrics:
-    """Measure two weights `[out, in]` of one role in adjacent layers.
-
-    A side on which the shapes differ is not measured. Formulas: METHOD section 1 (`spectra`).
-    """
-    return _compare(
-        _Layer(first, spectra.decompose(first)), _Layer(second, spectra.decompose(second))
-    )
-
-
 def analyze(
-    source: "ModelView | LoadedModel | PreTrainedModel | str | Path",
+    source: "WeightSource | LoadedModel | PreTrainedModel | str | Path",
     *,
     folded: bool = True,
+    full: bool = False,
     device: str = "auto",
     progress: bool = True,
+    revision: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> ContinuityReport:
     """Measure the continuity of every role over all adjacent pairs of layers.
 
-    Works on two layers of one role at a time, in fp64; the model is not changed.
+    A model named or on disk is read weight by weight, no model class is built; interrupted, the
+    next call goes on at the finished pairs. Nothing is changed.
 
     Args:
-        source: a view, or anything `models.open_model` takes: a name, a path, a loaded model.
+        source: a name or a path, as for `shards.open_stream`; a model in memory; a view.
         folded: measure in the coordinates of the residual stream too (see `RoleContinuity`).
-        device: where to compute; the model stays where it is.
+        full: decompose every weight whole, in fp64: slow, and needs no tolerance.
+        device: where to compute; weights are moved there one at a time.
         progress: show a bar on a terminal.
-        cache_dir: where models are kept once fetched or converted.
+        revision: branch, tag or commit of a hub model.
+        cache_dir: where finished pairs are kept until the report is whole.
 
     Raises:
         ModelError: the model cannot be had, or is of no supported kind.
         NumericalError: a weight or norm scale holds NaN or inf; says which.
     """
     from gccompress.models import pick_device
+    from gccompress.sweep import Kept, Settings, sweep
 
-    view, name, model_hash = _open(source, cache_dir)
-    compute = pick_device(device)
+    settings = Settings(folded=folded, full=full, device=pick_device(device))
+    weights, name = _open(source, revision, cache_dir)
+    kept = Kept(_kept_path(weights, settings, cache_dir))
     started = time.perf_counter()
-    steps: Iterable[tuple[Role, int]]
-    steps = [(role, layer) for role in view.roles for layer in range(view.num_layers)]
-    pairs: dict[Role, list[tuple[PairMetrics, ...]]] = {role: [] for role in view.roles}
-    previous: tuple[_Layer, ...] = ()
-    for role, layer in track(steps, "continuity") if progress else steps:
-        current = _read(view, role, layer, folded, compute)
-        if layer > 0:
-            compared = (_compare(a, b) for a, b in zip(previous, current, strict=True))
-            pairs[role].append(tuple(compared))
-        previous = current
-    roles = {role: _role_continuity(view, role, pairs[role], folded) for role in view.roles}
-    return ContinuityReport(
+    pairs = sweep(weights, settings, kept, progress=progress)
+    seconds = time.perf_counter() - started
+    report = ContinuityReport(
         model=name,
-        model_hash=model_hash,
-        num_layers=view.num_layers,
-        roles=roles,
-        seconds=time.perf_counter() - started,
+        model_hash=_hash(source, weights),
+        num_layers=weights.num_layers,
+        roles={role: _role_continuity(weights, role, pairs[role]) for role in weights.roles},
+        seconds=seconds,
         peak_rss_bytes=_peak_rss_bytes(),
     )
+    kept.remove()
+    return report
 
 
 def space_of(report: ContinuityReport, *, folded: bool = False) -> dict[Role, Space]:
@@ -292,94 +269,57 @@ def judge(
 
 
 def _open(
-    source: "ModelView | LoadedModel | PreTrainedModel | str | Path", cache_dir: str | Path | None
-) -> tuple[ModelView, str, str | None]:
-    """Return a view with the model's name and hash; a bare view has no hash."""
+    source: "WeightSource | LoadedModel | PreTrainedModel | str | Path",
+    revision: str | None,
+    cache_dir: str | Path | None,
+) -> "tuple[WeightSource, str]":
+    """Return where to read weights from, with the model's name."""
+    from gccompress.models import LoadedModel
+    from gccompress.shards import WeightStream, open_stream
+    from gccompress.view import ModelView
+
+    if isinstance(source, str | Path):
+        source = open_stream(source, revision=revision, cache_dir=cache_dir)
+    if isinstance(source, WeightStream):
+        return source, source.name
+    if isinstance(source, LoadedModel):
+        return ModelView(source.model), source.source.name
+    view = source if isinstance(source, ModelView) else ModelView(source)  # type: ignore[arg-type]
+    return view, view.model.config.name_or_path or type(view.model).__name__
+
+
+def _hash(source: object, weights: "WeightSource") -> str | None:
+    """Return the hash of the model measured; a bare view has none."""
+    from gccompress.models import LoadedModel, open_model
+    from gccompress.shards import WeightStream
+    from gccompress.view import ModelView
+
+    if isinstance(weights, WeightStream):
+        return weights.hash
     if isinstance(source, ModelView):
-        config = source.model.config
-        return source, config.name_or_path or type(source.model).__name__, None
-    from gccompress.models import open_model
-
-    # On the CPU: only two matrices at a time are needed on the device that computes.
-    loaded = open_model(source, device="cpu", cache_dir=cache_dir)
-    return ModelView(loaded.model), loaded.source.name, loaded.source.hash
+        return None
+    loaded = source if isinstance(source, LoadedModel) else open_model(source)  # type: ignore[arg-type]
+    return loaded.source.hash
 
 
-def _read(
-    view: ModelView, role: Role, layer: int, folded: bool, device: torch.device
-) -> tuple[_Layer, ...]:
-    """Return a layer's weight raw and, if asked and if a norm stands beside it, folded."""
-    weight = view.weight(role, layer).to(device, torch.float64)
-    _refuse_non_finite(weight, f"layer {layer} {role}: weight")
-    layers = [_Layer(weight, spectra.decompose(weight))]
-    before, after = view.in_scale(role, layer), view.out_scale(role, layer)
-    if folded and not (before is None and after is None):
-        if before is not None:
-            _refuse_non_finite(before, f"layer {layer} {role}: scale of the norm before it")
-            weight = weight * before.to(weight)
-        if after is not None:
-            _refuse_non_finite(after, f"layer {layer} {role}: scale of the norm after it")
-            weight = after.to(weight)[:, None] * weight
-        layers.append(_Layer(weight, spectra.decompose(weight)))
-    return tuple(layers)
+def _kept_path(
+    weights: "WeightSource", settings: "Settings", cache_dir: str | Path | None
+) -> Path | None:
+    """Return where the finished pairs of a model on disk are kept; None for one in memory."""
+    from gccompress.shards import WeightStream
+    from gccompress.sweep import kept_path
 
-
-def _refuse_non_finite(tensor: Tensor, what: str) -> None:
-    bad = tensor.numel() - int(tensor.isfinite().sum())
-    if bad:
-        raise NumericalError(
-            f"{what} has {bad} of {tensor.numel()} values NaN or inf, wanted finite numbers; "
-            "the model's files are damaged, fetch them again"
-        )
-
-
-def _compare(first: _Layer, second: _Layer) -> PairMetrics:
-    """Measure two decomposed layers; a side on which their shapes differ gives None."""
-    a, b = first.spectrum, second.spectrum
-    out_side, in_side = (
-        x == y for x, y in zip(first.weight.shape, second.weight.shape, strict=True)
-    )
-    v1, gram_in, sigma2_in, angles_in = (
-        _side(a.values, a.right, b.right, first.weight, second.weight) if in_side else _UNKNOWN
-    )
-    u1, gram_out, sigma2_out, angles_out = (
-        _side(a.values, a.left, b.left, first.weight.T, second.weight.T) if out_side else _UNKNOWN
-    )
-    return PairMetrics(
-        v1=v1,
-        u1=u1,
-        gram_in=gram_in,
-        gram_out=gram_out,
-        sigma2_in=sigma2_in,
-        sigma2_out=sigma2_out,
-        angles_in=angles_in,
-        angles_out=angles_out,
-    )
-
-
-_Side = tuple[float | None, float | None, float | None, tuple[float | None, ...]]
-_UNKNOWN: _Side = (None, None, None, (None,) * len(ANGLE_COUNTS))
-
-
-def _side(
-    values: Tensor, basis: Tensor, next_basis: Tensor, rows: Tensor, next_rows: Tensor
-) -> _Side:
-    """Measure one space: bases `[d, rank]` of the singular vectors, weights as rows `[n, d]`."""
-    alignment = spectra.gram_alignment(rows, next_rows)
-    return (
-        spectra.leading_cosine(basis, next_basis),
-        None if alignment is None else alignment * rows.shape[1],
-        spectra.matched_alignment(values, basis, next_basis),
-        tuple(spectra.mean_angle_cosine(basis, next_basis, count) for count in ANGLE_COUNTS),
-    )
+    if not isinstance(weights, WeightStream):
+        return None
+    return kept_path(cache_folder(cache_dir) / "continuity" / "pairs", weights.files, settings)
 
 
 def _role_continuity(
-    view: ModelView, role: Role, pairs: list[tuple[PairMetrics, ...]], folded: bool
+    weights: "WeightSource", role: Role, pairs: list[tuple[PairMetrics, ...]]
 ) -> RoleContinuity:
     """Gather a role's pairs, raw first and folded second where there is a second."""
-    shape = view.shape(role, 0)
-    has_folded = folded and bool(pairs) and len(pairs[0]) == 2
+    shape = weights.shape(role, 0)
+    has_folded = bool(pairs) and len(pairs[0]) == 2
     raw = _measures([pair[0] for pair in pairs], shape)
     return RoleContinuity(
         **{name: getattr(raw, name) for name in Measures.model_fields},
@@ -392,26 +332,39 @@ def _role_continuity(
 
 def _measures(pairs: list[PairMetrics], shape: tuple[int, int]) -> Measures:
     """Turn pairs into lists with their means, and judge them."""
-    names = ("v1", "u1", "gram_in", "gram_out", "sigma2_in", "sigma2_out")
-    lists = {name: [getattr(pair, name) for pair in pairs] for name in names}
-    means = {f"{name}_mean": _mean(values) for name, values in lists.items()}
+    lists = {name: [getattr(pair, name) for pair in pairs] for name in _PER_PAIR}
+    means = {f"{name}_mean": _mean(lists[name]) for name in _MEANS}
+    errors = {
+        f"{name}_mean_error": mean_error(lists[f"{name}_error"]) for name in ("gram_in", "gram_out")
+    }
     verdict, rule = judge(means["v1_mean"], means["u1_mean"], shape)
     if not pairs:
         rule = "one layer, no adjacent pairs to compare"
-    angles = {}
-    for index, count in enumerate(ANGLE_COUNTS):
-        cos_in = [pair.angles_in[index] for pair in pairs]
-        cos_out = [pair.angles_out[index] for pair in pairs]
-        angles[str(count)] = AngleCosines(
-            cos_in=cos_in,
-            cos_out=cos_out,
-            cos_in_mean=_mean(cos_in),
-            cos_out_mean=_mean(cos_out),
-            random_in=spectra.random_angle_cosine(count, shape[1]),
-            random_out=spectra.random_angle_cosine(count, shape[0]),
-        )
+    count = sum(pair.degenerate for pair in pairs)
+    if count:
+        rule += f"; {count} of {len(pairs)} pairs degenerate, left out"
+    angles = {str(count): _angles(pairs, index, shape) for index, count in enumerate(ANGLE_COUNTS)}
     return Measures.model_validate(
-        {**lists, **means, "angles": angles, "verdict": verdict, "rule": rule}
+        {
+            **lists, **means, **errors, "angles": angles, "verdict": verdict, "rule": rule,
+            "gap": [pair.gaps[0] for pair in pairs] + [pair.gaps[1] for pair in pairs[-1:]],
+            "residual": [pair.residuals[0] for pair in pairs]
+            + [pair.residuals[1] for pair in pairs[-1:]],
+        }
+    )  # fmt: skip
+
+
+def _angles(pairs: list[PairMetrics], index: int, shape: tuple[int, int]) -> AngleCosines:
+    count = ANGLE_COUNTS[index]
+    cos_in = [pair.angles_in[index] for pair in pairs]
+    cos_out = [pair.angles_out[index] for pair in pairs]
+    return AngleCosines(
+        cos_in=cos_in,
+        cos_out=cos_out,
+        cos_in_mean=_mean(cos_in),
+        cos_out_mean=_mean(cos_out),
+        random_in=spectra.random_angle_cosine(count, shape[1]),
+        random_out=spectra.random_angle_cosine(count, shape[0]),
     )
 
 

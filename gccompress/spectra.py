@@ -30,15 +30,18 @@ class Spectrum:
         return len(self.values)
 
 
-def normalised(weight: Tensor) -> Tensor:
-    """Return `weight` in fp64 divided by its largest absolute entry; zeros stay zeros.
+def normalised(weight: Tensor, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """Return `weight` in `dtype` divided by its largest absolute entry; zeros stay zeros.
+
+    `dtype` None is fp32, divided before it is narrowed.
 
     Every measure of this module ignores the scale of a weight; dividing first keeps squares and
     fourth powers of very small or very large weights inside the range of fp64.
     """
-    weight = weight.to(torch.float64)
+    dtype = torch.float32 if dtype is None else dtype
+    weight = weight.to(torch.promote_types(weight.dtype, dtype))
     largest = weight.abs().amax() if weight.numel() else weight.new_zeros(())
-    return weight / torch.where(largest > 0, largest, 1.0)
+    return (weight / torch.where(largest == 0, 1.0, largest)).to(dtype)
 
 
 def decompose(weight: Tensor) -> Spectrum:

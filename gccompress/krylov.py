@@ -1,0 +1,321 @@
+"""Leading singular directions of one weight by a block Krylov method that checks its residuals.
+
+Golub and Underwood (1977) with full reorthogonalisation and thick restarts; torch only.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Leading values closer than this (of the first) leave the direction undetermined: rounding a
+# weight to bf16 alone moves it by about half as much.
+GAP_TOLERANCE = 2e-3
+VECTOR_TOLERANCE = 5e-4  # largest sine of the angle between a leading vector and the true one
+ANGLE_TOLERANCE = 0.03  # relative residual up to which a direction counts for principal angles
+RANK_FLOOR = 32 * torch.finfo(torch.float32).eps  # squares below it, of the first: rounding
+
+_ROUNDING = 1e-4  # of a block's largest direction: smaller ones are mostly rounding
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The leading singular triplets of a weight `[out, in]`, largest value first.
+
+    Attributes:
+        left: `[out, k]`, orthonormal columns (output space).
+        values: `[k]`, in the units of the weight they were computed from.
+        right: `[in, k]`, orthonormal columns (input space).
+        residuals: `[k]`, `||W^T u - s v|| / s`, fp64 on the CPU.
+        total: `||W||_F^2` in the same units.
+        whole: these are all directions that carry weight.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    residuals: Tensor
+    total: float
+    whole: bool
+
+    @property
+    def gap(self) -> float | None:
+        """`(s_1 - s_2) / s_1`; 1 for a weight of rank one, None for one that is all zero."""
+        if len(self.values) == 0:
+            return None
+        if len(self.values) == 1:
+            return 1.0
+        first, second = self.values[:2].tolist()
+        return 1.0 - second / first
+
+    @property
+    def certain(self) -> bool:
+        """Whether the first direction is one: a gap to the second, and a residual to match."""
+        gap = self.gap
+        if gap is None or gap <= GAP_TOLERANCE:
+            return False
+        return self.whole or float(self.residuals[0]) <= 1.01 * VECTOR_TOLERANCE * _squared(gap)
+
+    @property
+    def settled(self) -> int:
+        """How many leading directions have a residual within `ANGLE_TOLERANCE`."""
+        within = (self.residuals <= ANGLE_TOLERANCE).long().cumprod(0)
+        return len(self.values) if self.whole else int(within.sum())
+
+
+def _squared(gap: float) -> float:
+    """Turn a relative gap of values into that of their squares."""
+    return 1.0 - (1.0 - gap) ** 2
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far to go.
+
+    Attributes:
+        block: directions multiplied at once.
+        count: directions wanted, `count <= block * check_every`.
+        largest: directions of the basis, at which it restarts from its best half.
+        check_every: blocks between looks at the residuals.
+        settle: how many directions must come within `ANGLE_TOLERANCE`.
+        settle_blocks: blocks to spend on that; the first direction alone may take `blocks`.
+        blocks: products with the weight and its transpose, at most.
+    """
+
+    block: int
+    count: int
+    largest: int
+    check_every: int
+    settle: int
+    settle_blocks: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """Ritz vectors of a positive semi-definite matrix A, largest value first.
+
+    Attributes:
+        vectors: `[k, n]`, orthonormal rows.
+        squares: `[k]`, the values, fp64 on the CPU.
+        products: `[k, n]`, A times the vectors.
+        images: `[k, m]`, what the second result of `apply` became for the vectors, if any.
+        residuals: `[k]`, `||A v - t v|| / t`, fp64 on the CPU.
+    """
+
+    vectors: Tensor
+    squares: Tensor
+    products: Tensor
+    images: Tensor | None
+    residuals: Tensor
+
+
+Apply = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def ritz(apply: Apply, start: Tensor, search: Search) -> Ritz:
+    """Return the leading eigenvectors of a positive semi-definite matrix.
+
+    Goes on until the first vector is within `VECTOR_TOLERANCE` of the true one, or is known to
+    have a neighbour within `GAP_TOLERANCE`, and `search.settle` directions have settled.
+
+    Args:
+        apply: takes rows `[b, n]`, returns their products `[b, n]` and, if wanted later for the
+            Ritz vectors, another linear image `[b, m]`.
+        start: `[b, n]`, where to start from; random rows will do.
+        search: how far to go; `largest` is to be well below n.
+    """
+    basis = _Basis(apply, start, search)
+    while True:
+        fresh, coupling = basis.extend()
+        done = basis.blocks >= search.blocks
+        if basis.rows >= search.count and (done or basis.blocks % search.check_every == 0):
+            squares, vectors = basis.rayleigh_ritz()
+            bounds = (coupling @ vectors[-len(coupling) :]).norm(dim=0)
+            relative = bounds / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+            if done or _enough(squares, relative, basis.blocks, search):
+                return basis.result(squares, vectors)
+        if basis.rows + len(fresh) > search.largest:
+            basis.restart()
+        basis.fresh = fresh
+
+
+def _enough(squares: Tensor, residuals: Tensor, blocks: int, search: Search) -> bool:
+    """Tell whether the leading pair is decided and enough directions have settled."""
+    first, second = squares[:2].tolist()
+    if first <= 0.0:
+        return True
+    own, next_own = residuals[:2].tolist()
+    gap = 1.0 - second / first
+    surely_apart = gap - next_own * second / first
+    close = gap + own <= _squared(GAP_TOLERANCE)
+    if not close and own > VECTOR_TOLERANCE * max(0.0, surely_apart):
+        return False
+    wanted = slice(search.settle)
+    settled = (residuals[wanted] <= ANGLE_TOLERANCE) | (squares[wanted] <= RANK_FLOOR * first)
+    return bool(settled.all()) or blocks >= search.settle_blocks
+
+
+class _Basis:
+    """An orthonormal basis with its products, grown block by block."""
+
+    def __init__(self, apply: Apply, start: Tensor, search: Search) -> None:
+        self._apply = apply
+        self._search = search
+        self.fresh = torch.linalg.qr(start.T).Q.T
+        self.rows = 0
+        self.blocks = 0
+        size, width = search.largest, start.shape[1]
+        self._vectors = start.new_empty(size, width)
+        self._products = start.new_empty(size, width)
+        self._images: Tensor | None = None
+        self._projected = torch.zeros(size, size, dtype=torch.float64)
+
+    def extend(self) -> tuple[Tensor, Tensor]:
+        """Take the fresh block in; return the next one and how it is coupled to the last."""
+        old, new = self.rows, self.rows + len(self.fresh)
+        products, images = self._apply(self.fresh)
+        self._vectors[old:new] = self.fresh
+        self._products[old:new] = products
+        if images is not None:
+            if self._images is None:
+                self._images = images.new_empty(self._search.largest, images.shape[1])
+            self._images[old:new] = images
+        inner = (self.fresh @ self._products[:new].T).double().cpu()
+        self._projected[old:new, :new] = inner
+        self._projected[:new, old:new] = inner.T
+        self.rows, self.blocks = new, self.blocks + 1
+        return self._next(products)
+
+    def _next(self, products: Tensor) -> tuple[Tensor, Tensor]:
+        known = self._vectors[: self.rows]
+        outside = products - (products @ known.T) @ known
+        outside = outside - (outside @ known.T) @ known
+        fresh, triangle = torch.linalg.qr(outside.T)
+        pivots = triangle.diagonal().abs()
+        if float(pivots.min()) <= _ROUNDING * float(pivots.max()):
+            # The space is all but exhausted: what is left is rounding, not orthogonal to anything.
+            fresh = fresh - known.T @ (known @ fresh)
+            fresh = torch.linalg.qr(fresh).Q
+        return fresh.T, triangle.double().cpu()
+
+    def rayleigh_ritz(self) -> tuple[Tensor, Tensor]:
+        """Return the leading values `[count]` and coefficients `[rows, count]`, fp64 on the CPU."""
+        projected = self._projected[: self.rows, : self.rows]
+        squares, vectors = torch.linalg.eigh((projected + projected.T) / 2)
+        count = self._search.count
+        return squares.flip(0)[:count].clamp_min(0.0), vectors.flip(1)[:, :count]
+
+    def restart(self) -> None:
+        """Keep the best half of the basis."""
+        projected = self._projected[: self.rows, : self.rows]
+        squares, vectors = torch.linalg.eigh((projected + projected.T) / 2)
+        keep = max(self._search.count, self.rows // 2)
+        turn = vectors.flip(1)[:, :keep].T.to(self._vectors)
+        for stored in (self._vectors, self._products, self._images):
+            if stored is not None:
+                stored[:keep] = turn @ stored[: self.rows]
+        self._projected.zero_()
+        self._projected[:keep, :keep] = squares.flip(0)[:keep].diag()
+        self.rows = keep
+
+    def result(self, squares: Tensor, vectors: Tensor) -> Ritz:
+        """Return the Ritz vectors with residuals computed from the products themselves."""
+        turn = vectors.T.to(self._vectors)
+        found, products = (turn @ x[: self.rows] for x in (self._vectors, self._products))
+        images = None if self._images is None else turn @ self._images[: self.rows]
+        rest = products - squares.to(found)[:, None] * found
+        norms = rest.norm(dim=1).double().cpu()
+        relative = norms / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+        return Ritz(found, squares, products, images, relative)
+
+
+def random_rows(count: int, width: int, seed: int, like: Tensor) -> Tensor:
+    """Return standard normal `[count, width]`, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=generator).to(like.device)
+
+
+class Stored:
+    """A weight in the type it is stored in, multiplied block of rows by block of rows in fp32.
+
+    Only one block is ever held widened, so that it stays in the processor's cache.
+    """
+
+    BLOCK_BYTES = 16 << 20  # of a widened block, on the CPU
+    CUDA_BLOCK_BYTES = 1 << 30
+
+    def __init__(self, weight: Tensor, device: torch.device) -> None:
+        """Take a weight `[out, in]` of any float dtype; `device` is where to compute."""
+        self.weight = weight
+        self.device = device
+        self._factor = 1.0  # a power of two that keeps squares inside the range of fp32
+        budget = self.CUDA_BLOCK_BYTES if device.type == "cuda" else self.BLOCK_BYTES
+        self._rows = max(1, min(len(weight), budget // (4 * max(1, weight.shape[1]))))
+        self._buffer = torch.empty(self._rows, weight.shape[1], device=device)
+        self.total = self._measure()
+
+    @property
+    def like(self) -> Tensor:
+        """An fp32 tensor on the device, for others to be made like."""
+        return self._buffer
+
+    def total_of(self, before: Tensor | None, after: Tensor | None) -> float:
+        """Return `||diag(after) W diag(before)||_F^2`, scaled as the weight is."""
+        parts = []
+        for rows, block in self._blocks():
+            if before is not None:
+                block.mul_(before.to(block))
+            if after is not None:
+                block.mul_(after[rows, None].to(block))
+            parts.append(float(block.norm()) ** 2)
+        return math.fsum(parts)
+
+    def _measure(self) -> float:
+        """Return `||W||_F^2` after scaling; set the scale if that of the weight is extreme."""
+        total = math.fsum(float(block.norm()) ** 2 for _, block in self._blocks())
+        if 1e-24 <= total <= 1e24:
+            return total
+        largest = max(
+            float(self.weight[i : i + self._rows].abs().amax().double())
+            for i in range(0, len(self.weight), self._rows)
+        )
+        if largest == 0.0 or not math.isfinite(largest):
+            return largest
+        self._factor = 2.0 ** -math.frexp(largest)[1]
+        return math.fsum(float(block.norm()) ** 2 for _, block in self._blocks())
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of rows widened to fp32, all in one buffer, with their places."""
+        for start in range(0, len(self.weight), self._rows):
+            rows = slice(start, min(start + self._rows, len(self.weight)))
+            block = self._buffer[: rows.stop - start]
+            if self._factor == 1.0:
+                block.copy_(self.weight[rows])
+            else:
+                block.copy_(self.weight[rows].double() * self._factor)
+            yield rows, block
+
+    def visit(
+        self, right: Tensor, left: Tensor | None = None, row_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read the weight once; return `W right` `[out, c]` and `left^T W` `[c', in]`.
+
+        Args:
+            right: `[in, c]`, fp32 on the device.
+            left: `[out, c']`; None takes `row_weights * (W right)`.
+            row_weights: `[out]`; None is all ones.
+        """
+        out, width = self.weight.shape
+        image = right.new_empty(out, right.shape[1])
+        columns = right.shape[1] if left is None else left.shape[1]
+        product = right.new_zeros(columns, width)
+        for rows, block in self._blocks():
+            torch.mm(block, right, out=image[rows])
+            side = image[rows] if left is None else left[rows]
+            if left is None and row_weights is not None:
+                side = side * row_weights[rows, None]
+            product.addmm_(side.T, block)
+        return image, product
