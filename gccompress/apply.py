@@ -3,11 +3,12 @@
 The model is reloaded from what was written and compared before the output folder appears.
 """
 
+import copy
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gccompress
-from gccompress.calibration import recall
+from gccompress.calibration import calibrate, options_of_record, recall
 from gccompress.checkpoints import (
     checkpoint_bytes,
     compress_in_place,
@@ -29,6 +30,9 @@ from gccompress.models import LoadedModel, open_model, stored_dtype
 from gccompress.moments import Moments
 from gccompress.moves import build, set_mlp_width
 from gccompress.plan import DropLayers, Plan, ResizeMlp, plan_params
+from gccompress.polish import Polished, PolishOptions, replaced_parameters
+from gccompress.polish import polish as train_polish
+from gccompress.text import Windows
 from gccompress.view import ModelView, model_shape
 
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class Applied:
         bytes_after: bytes of the weight files, or None.
         reload_max_abs_diff: largest logit difference between memory and the reloaded checkpoint.
         jitter: largest share of a moment's mean diagonal added to factor it (0: none).
+        polished: what polishing did, when it was asked for.
     """
 
     model: Any
@@ -109,6 +114,7 @@ class Applied:
     bytes_after: int | None
     reload_max_abs_diff: float | None
     jitter: float
+    polished: Polished | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `gccompress apply --json` prints."""
@@ -119,6 +125,7 @@ class Applied:
             "bytes_after": self.bytes_after,
             "reload_max_abs_diff": self.reload_max_abs_diff,
             "jitter": self.jitter,
+            "polished": None if self.polished is None else asdict(self.polished),
         }
 
     def table(self) -> "Table":
@@ -130,6 +137,10 @@ class Applied:
         table.add_row("parameters after", f"{self.params_after:,}")
         table.add_row("bytes of the weights", f"{self.bytes_after:,}")
         table.add_row("largest logit difference after reloading", f"{self.reload_max_abs_diff:.3g}")
+        if self.polished is not None:
+            one = self.polished
+            change = f"{one.before:.4f} -> {one.after:.4f} nats/token, best at step {one.best_step}"
+            table.add_row("polish: held-out KL to the dense model", change)
         if self.jitter:
             table.add_row("largest damping added to a moment", f"{self.jitter:.0e} of its diagonal")
         return table
@@ -141,6 +152,7 @@ def apply_plan(
     out: str | Path | None = None,
     *,
     allow_other_model: bool = False,
+    polish: PolishOptions | None = None,
     device: str = "auto",
     dtype: str | None = None,
     cache_dir: str | None = None,
@@ -154,6 +166,8 @@ def apply_plan(
             A model in memory is turned into the compressed one, in place.
         out: folder for the checkpoint, new or empty.
         allow_other_model: accept a model whose hash is not the plan's (recorded in the checkpoint).
+        polish: train what the plan replaces for a few steps on the calibration text, against the
+            dense model, which is then in memory too; None leaves the closed form.
         device: where to compute.
         dtype: number type to compute in; weights are stored in the type the model was stored in.
         cache_dir: where the moments are looked for.
@@ -202,17 +216,37 @@ def apply_plan(
                 "alone; make it again without --no-calibration"
             )
         moments = recall(loaded, view, plan.calibration, cache)
+    dense = None if polish is None else copy.deepcopy(view.model)
+    text = None if polish is None else _polish_text(plan, loaded, view, cache)
     compressed, jitter = compress(view, moments, plan)
+    polished = None
+    if polish is not None and text is not None:
+        trained = replaced_parameters(compressed, dense)
+        windows, heldout = text
+        polished = train_polish(
+            compressed, dense, trained, windows=windows, heldout=heldout, options=polish
+        )
     compressed.to(stored_dtype(loaded))
     after = sum(parameter.numel() for parameter in compressed.parameters())
     written = difference = None
     if path is not None:
         record = _provenance(plan, loaded, other)
+        record["polished"] = None if polished is None else asdict(polished)
         difference = write_checkpoint(
             compressed, loaded.tokenizer, path, record, {"plan.yaml": plan.to_yaml()}
         )
         written = checkpoint_bytes(path)
-    return Applied(compressed, path, before, after, written, difference, jitter)
+    return Applied(compressed, path, before, after, written, difference, jitter, polished)
+
+
+def _polish_text(
+    plan: Plan, loaded: LoadedModel, view: ModelView, cache: Path
+) -> tuple[Windows, Windows]:
+    """Return the plan's calibration windows and those held out from them."""
+    if plan.calibration is None:
+        raise PlanError("the plan names no calibration, whose text polishing needs; plan again")
+    again = calibrate(loaded, view, options_of_record(plan.calibration), cache)
+    return again.windows, again.heldout
 
 
 def _provenance(plan: Plan, loaded: LoadedModel, other: bool) -> dict[str, Any]:

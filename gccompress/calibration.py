@@ -37,9 +37,10 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Moments, the windows held out from them, and the record that finds or repeats both."""
+    """Moments, the windows they are of and those held out, and the record that repeats all."""
 
     moments: Moments
+    windows: Windows
     heldout: Windows
     record: Calibration
 
@@ -86,7 +87,19 @@ def calibrate(
         heldout_tokens=held * options.seqlen,
         dtype=str(view.model.dtype).removeprefix("torch."),
     )
-    return Calibrated(moments, windows.slice(count, count + held), record)
+    return Calibrated(moments, used, windows.slice(count, count + held), record)
+
+
+def options_of_record(record: Calibration) -> CalibrationOptions:
+    """Return the options that a plan's calibration was made with."""
+    return CalibrationOptions(
+        record.source,
+        record.tokens,
+        record.seqlen,
+        record.heldout_tokens,
+        record.seed,
+        Fisher.parse(record.fisher),
+    )
 
 
 def recall(loaded: LoadedModel, view: ModelView, record: Calibration, cache: Path) -> Moments:
@@ -99,15 +112,7 @@ def recall(loaded: LoadedModel, view: ModelView, record: Calibration, cache: Pat
     if found is not None:
         return found
     logger.info("moments of the plan are not in %s; calibrating again", cache)
-    options = CalibrationOptions(
-        record.source,
-        record.tokens,
-        record.seqlen,
-        record.heldout_tokens,
-        record.seed,
-        Fisher.parse(record.fisher),
-    )
-    again = calibrate(loaded, view, options, cache)
+    again = calibrate(loaded, view, options_of_record(record), cache)
     if again.record.hash != record.hash:
         raise PlanError(
             f"calibration source {record.source!r} now gives {again.record.hash[:19]}, the plan "

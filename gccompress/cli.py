@@ -279,6 +279,15 @@ def apply(
     allow_other_model: Annotated[
         bool, typer.Option("--allow-other-model", help="Apply to a model with another hash.")
     ] = False,
+    polish: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Train what was replaced for at most this many steps on the calibration text, "
+            "against the dense model; the best on held-out text stays. 0: none.",
+        ),
+    ] = 0,
+    polish_rate: Annotated[float, typer.Option(help="Learning rate of --polish.")] = 1e-4,
     device: Device = "auto",
     dtype: DtypeOption = None,
     cache_dir: CacheDir = None,
@@ -290,12 +299,14 @@ def apply(
     Example: gccompress apply plan.yaml -o compressed
     """
     from gccompress.apply import apply_plan
+    from gccompress.polish import PolishOptions
 
     done = apply_plan(
         plan_path,
         model,
         out,
         allow_other_model=allow_other_model,
+        polish=PolishOptions(steps=polish, rate=polish_rate) if polish else None,
         device=device,
         dtype=None if dtype is None else dtype.value,
         cache_dir=cache_dir,

@@ -74,6 +74,7 @@ def run(
     from gccompress.models import open_model
     from gccompress.plan import Plan
     from gccompress.planner import choose, continuity_of, options_of
+    from gccompress.polish import PolishOptions
 
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     folder = Path(out)
@@ -106,12 +107,23 @@ def run(
     plan = Plan.load(plan_path)
 
     checkpoint = folder / "checkpoint"
-    sources = [plan.to_yaml()]
+    sources = [plan.to_yaml(), recipe.apply]
+    polish = None
+    if recipe.apply.polish:
+        polish = PolishOptions(steps=recipe.apply.polish, rate=recipe.apply.polish_rate)
     record.stage(
         "apply",
         checkpoint,
         sources,
-        lambda: apply_plan(plan, recipe.model, checkpoint, device=device, cache_dir=cache_dir),
+        lambda: apply_plan(
+            plan,
+            recipe.model,
+            checkpoint,
+            polish=polish,
+            device=device,
+            dtype=recipe.dtype,
+            cache_dir=cache_dir,
+        ),
     )
 
     score = folder / "evaluation.json"

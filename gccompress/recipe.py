@@ -42,6 +42,13 @@ class PlanSection(_Section):
     probe: Literal["chosen", "all", "none"] = "chosen"
 
 
+class ApplySection(_Section):
+    """How the plan is carried out; see `polish.PolishOptions`."""
+
+    polish: int = Field(default=0, ge=0)
+    polish_rate: float = Field(default=1e-4, gt=0)
+
+
 class EvaluateSection(_Section):
     """What is measured afterwards; see `evaluate.evaluate`."""
 
@@ -57,7 +64,7 @@ class EvaluateSection(_Section):
 
 
 class Recipe(_Section):
-    """One run: model, budget, calibration, plan, evaluation."""
+    """One run: model, budget, calibration, plan, how it is applied, evaluation."""
 
     model: str
     revision: str | None = None
@@ -65,6 +72,7 @@ class Recipe(_Section):
     budget: Budget
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
+    apply: ApplySection = ApplySection()
     evaluate: EvaluateSection = EvaluateSection()
 
     def to_yaml(self) -> str:

@@ -30,6 +30,7 @@ from gccompress.plan import (
     ShareOutput,
     plan_params,
 )
+from gccompress.polish import PolishOptions
 from gccompress.roles import Role
 from gccompress.view import ModelView, model_shape
 from tests.test_moments import windows
@@ -295,3 +296,22 @@ def test_layers_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(PlanError, match="5 layers"):
         apply_plan(five, replace(loaded), tmp_path / "out", allow_other_model=True)
+
+
+def test_polishing_is_part_of_applying_and_recorded(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "dense", "llama", layers=5)
+    loaded = open_model(folder, cache_dir=tmp_path)
+    view = ModelView(loaded.model)
+    options = CalibrationOptions("self", 256, 32, 64, 0, Fisher(True, 0))
+    record = calibrate(loaded, view, options, tmp_path).record
+    plan = plan_for(loaded, mixed_moves(view), record)
+    wanted = PolishOptions(steps=4, rate=1e-3, every=2)
+    done = apply_plan(plan, folder, tmp_path / "out", polish=wanted, cache_dir=str(tmp_path))
+    assert done.polished is not None and done.polished.after <= done.polished.before
+    written = json.loads((tmp_path / "out" / "gccompress.json").read_text())
+    assert written["polished"]["after"] == done.polished.after
+    assert done.params_after == plan.prediction.params
+    none = plan.model_copy(update={"calibration": record.model_copy(update={"heldout_tokens": 0})})
+    with pytest.raises(GccompressError, match="held-out"):
+        apply_plan(none, folder, tmp_path / "no", polish=wanted, cache_dir=str(tmp_path))
+    assert not (tmp_path / "no").exists()
