@@ -176,7 +176,7 @@ def _step(
                 f"polish step {step}: loss is {float(loss.detach())}; lower the learning rate or "
                 "use --dtype float32"
             )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += float(loss.detach())
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     nn.utils.clip_grad_norm_(parameters, 1.0)
