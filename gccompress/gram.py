@@ -12,6 +12,7 @@ from torch import Tensor
 # Exact alignment takes 2 min(out, in) operations per weight and side, a sketch 2 * SKETCH.
 # Up to this smaller side the exact one still costs no more than the search for directions.
 EXACT_UP_TO = 768
+_GRAM_BLOCK = 128
 SKETCH = 64  # columns; unrelated flat spectra are then off by sqrt(2) / 64 = 2.2 %
 
 
@@ -41,7 +42,7 @@ class ExactGram:
     def of(cls, weight: Tensor) -> "ExactGram":
         """Compute the Gram matrix of a weight `[out, in]`."""
         tall = weight.shape[1] <= weight.shape[0]
-        return cls(weight, weight.T @ weight if tall else weight @ weight.T)
+        return cls(weight, _gram(weight.T if tall else weight))
 
     @property
     def tall(self) -> bool:
@@ -65,6 +66,19 @@ class ExactGram:
         """`||W||_F^2` with the scale."""
         diagonal = self.gram.diagonal()
         return float((diagonal if self.scale is None else diagonal * self.scale.square()).sum())
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Return `A A^T` of rows `[n, d]`; a large one block by block, each pair of blocks once."""
+    step = max(_GRAM_BLOCK, -(-len(rows) // 4))
+    if step >= len(rows):
+        return rows @ rows.T
+    gram = rows.new_empty(len(rows), len(rows))
+    for i in range(0, len(rows), step):
+        part = rows[i : i + step] @ rows[: i + step].T
+        gram[i : i + step, : part.shape[1]] = part
+        gram[: part.shape[1], i : i + step] = part.T
+    return gram
 
 
 def exact_alignments(

@@ -14,7 +14,7 @@ from torch import Tensor
 # weight to bf16 alone moves it by about half as much.
 GAP_TOLERANCE = 2e-3
 VECTOR_TOLERANCE = 5e-4  # largest sine of the angle between a leading vector and the true one
-ANGLE_TOLERANCE = 0.03  # relative residual up to which a direction counts for principal angles
+ANGLE_TOLERANCE = 0.05  # relative residual up to which a direction counts for principal angles
 RANK_FLOOR = 32 * torch.finfo(torch.float32).eps  # squares below it, of the first: rounding
 
 _ROUNDING = 1e-4  # of a block's largest direction: smaller ones are mostly rounding
@@ -65,9 +65,9 @@ class Leading:
         return len(self.values) if self.whole else int(within.sum())
 
 
-def _squared(gap: float) -> float:
-    """Turn a relative gap of values into that of their squares."""
-    return 1.0 - (1.0 - gap) ** 2
+def _squared(gap: float, power: int = 1) -> float:
+    """Turn a relative gap of singular values into that of their squares, to a power."""
+    return 1.0 - (1.0 - gap) ** (2 * power)
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,25 @@ class Search:
 
     Attributes:
         block: directions multiplied at once.
-        count: directions wanted, `count <= block * check_every`.
+        count: directions wanted.
         largest: directions of the basis, at which it restarts from its best half.
-        check_every: blocks between looks at the residuals.
+        first_check: blocks before the first look at the residuals, so many that they hold `count`.
+        check_every: blocks between looks.
         settle: how many directions must come within `ANGLE_TOLERANCE`.
         settle_blocks: blocks to spend on that; the first direction alone may take `blocks`.
         blocks: products with the weight and its transpose, at most.
+        power: A is this power of `W^T W`; tolerances are those of the weight.
     """
 
     block: int
     count: int
     largest: int
+    first_check: int
     check_every: int
     settle: int
     settle_blocks: int
     blocks: int
+    power: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ def ritz(apply: Apply, start: Tensor, search: Search) -> Ritz:
     while True:
         fresh, coupling = basis.extend()
         done = basis.blocks >= search.blocks
-        if basis.rows >= search.count and (done or basis.blocks % search.check_every == 0):
+        since = basis.blocks - search.first_check
+        if done or (since >= 0 and since % search.check_every == 0):
             squares, vectors = basis.rayleigh_ritz()
             bounds = (coupling @ vectors[-len(coupling) :]).norm(dim=0)
             relative = bounds / squares.clamp_min(torch.finfo(squares.dtype).tiny)
@@ -150,11 +155,13 @@ def _enough(squares: Tensor, residuals: Tensor, blocks: int, search: Search) -> 
     own, next_own = residuals[:2].tolist()
     gap = 1.0 - second / first
     surely_apart = gap - next_own * second / first
-    close = gap + own <= _squared(GAP_TOLERANCE)
+    close = gap + own <= _squared(GAP_TOLERANCE, search.power)
     if not close and own > VECTOR_TOLERANCE * max(0.0, surely_apart):
         return False
     wanted = slice(search.settle)
-    settled = (residuals[wanted] <= ANGLE_TOLERANCE) | (squares[wanted] <= RANK_FLOOR * first)
+    # To first order, residuals of a power are that many times those of the matrix.
+    within = residuals[wanted] <= ANGLE_TOLERANCE * search.power
+    settled = within | (squares[wanted] <= (RANK_FLOOR**search.power) * first)
     return bool(settled.all()) or blocks >= search.settle_blocks
 
 

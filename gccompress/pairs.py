@@ -33,10 +33,13 @@ DENSE_UP_TO = 256  # and up to which its Gram matrix is, in fp32
 
 _BLOCK = 48
 _LARGE = Search(
-    block=_BLOCK, count=_BLOCK, largest=8 * _BLOCK, check_every=1, settle=max(ANGLE_COUNTS),
-    settle_blocks=8, blocks=24,
+    block=_BLOCK, count=_BLOCK, largest=8 * _BLOCK, first_check=2, check_every=1,
+    settle=max(ANGLE_COUNTS), settle_blocks=8, blocks=24,
 )  # fmt: skip
-_NARROW = 16  # with the Gram matrix at hand, more and narrower blocks converge faster
+# With the Gram matrix at hand products are cheap and bases are not: narrow blocks, and a power of
+# the matrix, in which what is wanted stands further apart.
+_NARROW = 16
+_POWER = 3
 
 
 class Way(StrEnum):
@@ -219,12 +222,7 @@ def _from_gram(gram: ExactGram, seed: int) -> Leading:
     side = len(matrix)
     found = None
     if side > DENSE_UP_TO:
-        search = Search(
-            block=_NARROW, count=MATCHED + 8, largest=side // 2, check_every=4,
-            settle=max(ANGLE_COUNTS), settle_blocks=24, blocks=24,
-        )  # fmt: skip
-        start = random_rows(search.block, side, seed, matrix)
-        found = ritz(lambda rows: (rows @ matrix, None), start, search)
+        found = _powers(matrix, seed)
     if found is None or not _is_enough(found):
         found = _dense(matrix)
     vectors, squares, whole = _cut(found)
@@ -236,16 +234,40 @@ def _from_gram(gram: ExactGram, seed: int) -> Leading:
     return _leading(left, values, right, found.residuals, gram.total, whole)
 
 
+def _powers(matrix: Tensor, seed: int) -> Ritz:
+    """Search the leading eigenvectors of a Gram matrix with a power of it."""
+    side = len(matrix)
+    search = Search(
+        block=_NARROW, count=MATCHED + 8, largest=side // 2, first_check=min(8, side // 32),
+        check_every=2, settle=max(ANGLE_COUNTS), settle_blocks=14, blocks=14, power=_POWER,
+    )  # fmt: skip
+    unit = matrix / matrix.diagonal().sum()
+
+    def apply(rows: Tensor) -> tuple[Tensor, None]:
+        for _ in range(_POWER):
+            rows = rows @ unit
+        return rows, None
+
+    found = ritz(apply, random_rows(search.block, side, seed, matrix), search)
+    return _rotated(found.vectors, matrix)
+
+
+def _rotated(rows: Tensor, matrix: Tensor) -> Ritz:
+    """Return the Ritz vectors of a symmetric matrix in the span of orthonormal rows."""
+    products = rows @ matrix
+    squares, turn = torch.linalg.eigh((rows @ products.T).double())
+    turn = turn.flip(1).T.to(rows)
+    squares = squares.flip(0).clamp_min(0.0)
+    rows, products = turn @ rows, turn @ products
+    rest = (products - squares.to(rows)[:, None] * rows).norm(dim=1).double()
+    tiny = torch.finfo(squares.dtype).tiny
+    return Ritz(rows, squares.cpu(), products, None, (rest / squares.clamp_min(tiny)).cpu())
+
+
 def _dense(matrix: Tensor) -> Ritz:
     """Return the leading eigenvectors of a small symmetric matrix from the dense solver."""
-    squares, vectors = torch.linalg.eigh(matrix)
-    count = MATCHED + 8
-    rows = vectors.flip(1)[:, :count].T.contiguous()
-    squares = squares.flip(0)[:count].clamp_min(0.0).double().cpu()
-    products = rows @ matrix
-    rest = (products - squares.to(rows)[:, None] * rows).norm(dim=1).double().cpu()
-    tiny = torch.finfo(squares.dtype).tiny
-    return Ritz(rows, squares, products, None, rest / squares.clamp_min(tiny))
+    vectors = torch.linalg.eigh(matrix).eigenvectors.flip(1)[:, : MATCHED + 8]
+    return _rotated(vectors.T.contiguous(), matrix)
 
 
 def _is_enough(found: Ritz) -> bool:
