@@ -123,32 +123,43 @@ def options(
 
 @app.command()
 def analyze(
-    model: Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Alias, hub id, local folder or .gguf file."),
+    ],
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="Folder for continuity.json and the figures."),
     ] = None,
+    folded: Annotated[
+        bool, typer.Option(help="Measure with the norms' scales folded in too.")
+    ] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="Decompose every weight whole, in float64; slow.")
+    ] = False,
     device: Device = "auto",
-    dtype: DtypeOption = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure how far adjacent layers point the same way, for each projection.
 
     Prints |cos| of the leading input (v1) and output (u1) directions of neighbours beside what
     random directions would give, the alignment of the whole spectra, and which space is shared.
+    Weights are read from the model's files one by one; interrupted, it goes on where it stopped.
+    Several models, or checkpoints of one during training, are shown side by side.
 
     Example: gccompress analyze smollm2-135m -o continuity
     """
-    from gccompress.continuity import analyze as measure
+    from gccompress.comparison import compare_models
     from gccompress.files import refuse_non_empty
 
     if out is not None:
         refuse_non_empty(out)
-    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
-    report = measure(loaded, device=device)
+    measured = compare_models(
+        models, folded=folded, full=full, device=device, revision=revision, cache_dir=cache_dir
+    )
+    report = measured.reports[0] if len(models) == 1 else measured
     if out is not None:
         report.save(out)
     if as_json:

@@ -89,7 +89,7 @@ def exact_alignments(
     A side on which the shapes differ gives None, and so does a weight that is zero. Variants that
     differ by a scale alone share their products.
     """
-    results = []
+    results: list[tuple[Alignment | None, Alignment | None]] = []
     crosses: dict[tuple[int, int], Tensor] = {}
     for a, b in zip(first, second, strict=True):
         total = a.total * b.total
@@ -104,15 +104,18 @@ def exact_alignments(
                 crosses[key] = product.square()
             near = _inner(a.scaled_gram(), b.scaled_gram())
             far = _weighted_sum(crosses[key], a.scale, b.scale)
-            inner, outer = (near, far) if a.tall else (far, near)
+            inner: float | None = near if a.tall else far
+            outer: float | None = far if a.tall else near
         else:
             left, right = a.scaled_weight(), b.scaled_weight()
             inner = float((left @ right.T).square().sum()) if same_in else None
             outer = float((left.T @ right).square().sum()) if same_out else None
-        results.append(
-            tuple(None if x is None else Alignment(x / total, 0.0) for x in (inner, outer))
-        )
-    return results  # type: ignore[return-value]
+        results.append((_exact(inner, total), _exact(outer, total)))
+    return results
+
+
+def _exact(product: float | None, total: float) -> Alignment | None:
+    return None if product is None else Alignment(product / total, 0.0)
 
 
 def _inner(first: Tensor, second: Tensor) -> float:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ class Kept:
     def _take(self, line: str) -> None:
         try:
             row = json.loads(line)
-            variants = tuple(PairMetrics(**_tuples(variant)) for variant in row["variants"])
+            variants = tuple(_metrics(variant) for variant in row["variants"])
             self.pairs[Role(row["role"]), int(row["pair"])] = variants
         except (ValueError, KeyError, TypeError):
             logger.debug("%s: a line cut short is not taken up", self._path)
@@ -86,8 +87,9 @@ class Kept:
             self._path.unlink(missing_ok=True)
 
 
-def _tuples(variant: dict[str, object]) -> dict[str, object]:
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in variant.items()}
+def _metrics(row: dict[str, Any]) -> PairMetrics:
+    values: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in row.items()}
+    return PairMetrics(**values)
 
 
 def kept_path(folder: Path, files: Sequence[Path], settings: Settings) -> Path:

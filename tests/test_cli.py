@@ -418,7 +418,7 @@ def test_interrupting_is_130_and_one_line(
     def interrupt(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gccompress.models.open_model", interrupt)
+    monkeypatch.setattr("gccompress.shards.open_stream", interrupt)
     with pytest.raises(SystemExit) as stop:
         main(["analyze", str(model)])
     assert stop.value.code == 130

@@ -1,6 +1,7 @@
 """Figures of a continuity report: roles against depth, as a heat map and as lines."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ _STYLES: dict[Role, tuple[str, str]] = {
     Role.UP: ("#E69F00", "v"),
     Role.DOWN: ("#CC79A7", "P"),
 }
+_MARKERS = "osD^vPX"
 _TITLES = {
     Space.INPUT: "input space: |cos| of leading right singular vectors v1",
     Space.OUTPUT: "output space: |cos| of leading left singular vectors u1",
@@ -50,9 +52,52 @@ def continuity_figure(report: "ContinuityReport", space: Space) -> Figure:
     handles, labels = axes[1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     # A model may be named by a long path, or one with a dollar sign in it.
-    name = report.model if len(report.model) <= 60 else f"...{report.model[-57:]}"
+    name = _short(report.model, 60)
     figure.suptitle(f"{name}, {_TITLES[space]}", fontsize=11, parse_math=False)
     return figure
+
+
+def drift_figure(reports: Sequence["ContinuityReport"], role: Role) -> Figure:
+    """Draw one role in several models: |cos| against depth, one panel per space.
+
+    Depth is the place of a pair among the model's pairs, 0 the first and 1 the last, so that
+    models of different numbers of layers share an axis. Models are coloured in their order, from
+    dark to light: of one model during training, from early to late.
+    """
+    from matplotlib import colormaps
+
+    figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    having = [report for report in reports if role in report.roles]
+    colours = colormaps["viridis"].resampled(len(having) + 1)
+    for axes, space in zip(panels, (Space.INPUT, Space.OUTPUT), strict=True):
+        levels = set()
+        for index, report in enumerate(having):
+            row = report.roles[role]
+            values = _values(row, space, False)
+            depths = [i / max(1, len(values) - 1) for i in range(len(values))]
+            style = {"color": colours(index), "marker": _MARKERS[index % len(_MARKERS)]}
+            axes.plot(depths, values, label=_short(report.model, 40), lw=1.3, ms=4, **style)
+            levels.add(row.random_v1 if space is Space.INPUT else row.random_u1)
+        for index, level in enumerate(sorted(levels)):
+            label = "random" if index == 0 else None
+            axes.axhline(level, color="0.3", ls="--", lw=1.0, label=label)
+        axes.set_title(_TITLES[space], fontsize=10)
+        axes.set_xlabel("depth (first pair of layers 0, last 1)")
+        axes.set_ylim(0.0, 1.02)
+        axes.grid(axis="y", color="0.9", lw=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("|cos|")
+    handles, labels = panels[0].get_legend_handles_labels()
+    labels = [label.replace("$", r"\$") for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(f"{role.value}: continuity of adjacent layers", fontsize=11)
+    return figure
+
+
+def _short(name: str, most: int) -> str:
+    """Cut a long path to its end."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _values(row: "RoleContinuity", space: Space, folded: bool) -> list[float]:
