@@ -11,7 +11,8 @@ from gccompress import spectra
 from gccompress.errors import GccompressError
 from gccompress.files import cache_folder, new_file, write_text
 from gccompress.gram import mean_error
-from gccompress.pairs import ANGLE_COUNTS, PairMetrics, pair_metrics
+from gccompress.layers import ANGLE_COUNTS
+from gccompress.pairs import PairMetrics, pair_metrics
 from gccompress.roles import Role, Space
 
 if TYPE_CHECKING:

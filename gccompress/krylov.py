@@ -262,37 +262,42 @@ class Stored:
         budget = self.CUDA_BLOCK_BYTES if device.type == "cuda" else self.BLOCK_BYTES
         self._rows = max(1, min(len(weight), budget // (4 * max(1, weight.shape[1]))))
         self._buffer = torch.empty(self._rows, weight.shape[1], device=device)
-        self.total = self._measure()
 
     @property
     def like(self) -> Tensor:
         """An fp32 tensor on the device, for others to be made like."""
         return self._buffer
 
-    def total_of(self, before: Tensor | None, after: Tensor | None) -> float:
-        """Return `||diag(after) W diag(before)||_F^2`, scaled as the weight is."""
-        parts = []
-        for rows, block in self._blocks():
-            if before is not None:
-                block.mul_(before.to(block))
-            if after is not None:
-                block.mul_(after[rows, None].to(block))
-            parts.append(float(block.norm()) ** 2)
-        return math.fsum(parts)
+    def survey(
+        self, right: Tensor, left: Tensor, row_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Read the weight once; return `W right`, `left^T W` and the energies of its columns.
 
-    def _measure(self) -> float:
-        """Return `||W||_F^2` after scaling; set the scale if that of the weight is extreme."""
-        total = math.fsum(float(block.norm()) ** 2 for _, block in self._blocks())
-        if 1e-24 <= total <= 1e24:
-            return total
-        largest = max(
-            float(self.weight[i : i + self._rows].abs().amax().double())
-            for i in range(0, len(self.weight), self._rows)
-        )
-        if largest == 0.0 or not math.isfinite(largest):
-            return largest
-        self._factor = 2.0 ** -math.frexp(largest)[1]
-        return math.fsum(float(block.norm()) ** 2 for _, block in self._blocks())
+        To be called first: it sets the scale of a weight whose squares leave the range of fp32.
+
+        Args:
+            right: `[in, c]`, fp32 on the device.
+            left: `[out, c']`.
+            row_weights: `[k, out]`; the energies are `[k, in]`, `sum_i weight_ki W_ij^2`.
+        """
+        image = right.new_empty(len(self.weight), right.shape[1])
+        product = right.new_zeros(left.shape[1], self.weight.shape[1])
+        energies = right.new_zeros(len(row_weights), self.weight.shape[1])
+        for rows, block in self._blocks():
+            torch.mm(block, right, out=image[rows])
+            product.addmm_(left[rows].T, block)
+            energies.addmm_(row_weights[:, rows], block.square_())
+        total = float(energies[0].double().sum())
+        if self._factor == 1.0 and not 1e-24 <= total <= 1e24:
+            largest = self._largest()
+            if largest > 0.0 and math.isfinite(largest):
+                self._factor = 2.0 ** -math.frexp(largest)[1]
+                return self.survey(right, left, row_weights)
+        return image, product, energies
+
+    def _largest(self) -> float:
+        pieces = (self.weight[i : i + self._rows] for i in range(0, len(self.weight), self._rows))
+        return max(float(piece.abs().amax().double()) for piece in pieces)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of rows widened to fp32, all in one buffer, with their places."""
@@ -305,24 +310,19 @@ class Stored:
                 block.copy_(self.weight[rows].double() * self._factor)
             yield rows, block
 
-    def visit(
-        self, right: Tensor, left: Tensor | None = None, row_weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Read the weight once; return `W right` `[out, c]` and `left^T W` `[c', in]`.
+    def visit(self, right: Tensor, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Read the weight once; return `X = W right` `[out, c]` and `(row_weights X)^T W`.
 
         Args:
             right: `[in, c]`, fp32 on the device.
-            left: `[out, c']`; None takes `row_weights * (W right)`.
             row_weights: `[out]`; None is all ones.
         """
         out, width = self.weight.shape
         image = right.new_empty(out, right.shape[1])
-        columns = right.shape[1] if left is None else left.shape[1]
-        product = right.new_zeros(columns, width)
+        product = right.new_zeros(right.shape[1], width)
         for rows, block in self._blocks():
-            torch.mm(block, right, out=image[rows])
-            side = image[rows] if left is None else left[rows]
-            if left is None and row_weights is not None:
+            side = torch.mm(block, right, out=image[rows])
+            if row_weights is not None:
                 side = side * row_weights[rows, None]
             product.addmm_(side.T, block)
         return image, product

@@ -18,17 +18,8 @@ from typing import Any
 
 import torch
 
-from gccompress.pairs import (
-    Layer,
-    PairMetrics,
-    Scales,
-    Way,
-    compare,
-    refuse_non_finite,
-    seed_of,
-    take_apart,
-    way_of,
-)
+from gccompress.layers import Layer, Scales, Way, refuse_non_finite, seed_of, take_apart, way_of
+from gccompress.pairs import PairMetrics, compare
 from gccompress.progress import track_bytes
 from gccompress.roles import Role
 from gccompress.shards import WeightStream
