@@ -132,6 +132,7 @@ def one_line(raised: pytest.ExceptionInfo[Exception]) -> str:
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.parquet", b"PAR1", ".parquet is not read"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # gzip bytes hold the time
 )
 def test_bad_files_are_one_clear_line(
     loaded: LoadedModel, tmp_path: Path, name: str, content: bytes, said: str
