@@ -41,7 +41,7 @@ BASIS_SHARING_SPACE = {
     role: Space.NONE if role in (Role.O, Role.DOWN) else Space.INPUT for role in Role
 }
 NO_DAMPING = Damping(a=0.0, g=0.0)
-DAMPED = Damping(a=0.03)
+DAMPED = Damping()
 CALIBRATION_WINDOWS, TEST_WINDOWS, SEQLEN = 32, 24, 512
 
 

@@ -25,11 +25,11 @@ class Damping:
 
     Attributes:
         a: for output gradients; the estimate is noisy (METHOD: 0.03 was best).
-        g: for inputs; needed where there are few tokens for the width.
+        g: for inputs; steadies the least directions, the more the fewer tokens there are.
     """
 
     a: float = 0.03
-    g: float = 0.0
+    g: float = 0.003
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class PlanSection(_Section):
     group: int = Field(default=2, ge=2)
     multiple: int = Field(default=32, ge=1)
     damping_a: float = Field(default=0.03, ge=0, lt=1)
-    damping_g: float = Field(default=0.0, ge=0, lt=1)
+    damping_g: float = Field(default=0.003, ge=0, lt=1)
     probe: Literal["chosen", "all", "none"] = "chosen"
 
 
