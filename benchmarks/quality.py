@@ -41,7 +41,7 @@ BASIS_SHARING_SPACE = {
     role: Space.NONE if role in (Role.O, Role.DOWN) else Space.INPUT for role in Role
 }
 NO_DAMPING = Damping(a=0.0, g=0.0)
-DAMPED = Damping()
+DAMPED = Damping(a=0.03, g=0.0)
 CALIBRATION_WINDOWS, TEST_WINDOWS, SEQLEN = 32, 24, 512
 
 
@@ -210,7 +210,7 @@ def allocated_rows(bench: Bench, keep: float) -> None:
     row("allocated, segments up to 4", full, 4, NO_DAMPING, 1)
     default = bench.moments(Fisher(True, 1))
     for multiple in (1, 8, 32):
-        name = f"allocated, segments up to 3, 1 draw, A shrunk, multiples of {multiple} (product)"
+        name = f"allocated, segments up to 3, 1 draw, A shrunk, multiples of {multiple}"
         row(name, default, 3, DAMPED, multiple)
 
 
