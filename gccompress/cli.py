@@ -73,6 +73,7 @@ class Strategy(StrEnum):
     auto = "auto"
     ranks = "ranks"
     width = "width"
+    plain = "plain"
     share = "share"
     lowrank = "lowrank"
     prune = "prune"
@@ -184,7 +185,8 @@ def plan(
         Strategy,
         typer.Option(
             help="auto: every move at one price; ranks: only factored matrices, ranks and bases at "
-            "one price; width: only fewer MLP neurons; share: one basis per group of layers; "
+            "one price; width: only fewer MLP neurons; plain: layers dropped, one width for all, "
+            "a stock model that loads everywhere; share: one basis per group of layers; "
             "lowrank: every matrix alone, alike; prune: drop layers."
         ),
     ] = Strategy.auto,

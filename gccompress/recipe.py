@@ -32,7 +32,7 @@ class CalibrationSection(_Section):
 class PlanSection(_Section):
     """How plans are searched; see `planner.PlanOptions`."""
 
-    strategy: Literal["auto", "ranks", "width", "share", "lowrank", "prune"] = "auto"
+    strategy: Literal["auto", "ranks", "width", "plain", "share", "lowrank", "prune"] = "auto"
     spaces: Literal["measured", "paper"] = "measured"
     longest: int = Field(default=3, ge=1)
     group: int = Field(default=2, ge=2)

@@ -92,7 +92,7 @@ def test_the_whole_path_and_its_json(model: Path, capsys: pytest.CaptureFixture[
               "predicted_ppl_high", "predicted_speedup"}  # fmt: skip
     assert all(wanted <= one.keys() for one in choice["candidates"])
     assert {one["strategy"] for one in choice["candidates"]} == {
-        "auto", "ranks", "width", "share", "lowrank", "prune", "rtn4", "rtn8"
+        "auto", "ranks", "width", "plain", "share", "lowrank", "prune", "rtn4", "rtn8"
     }  # fmt: skip
     assert choice["moves"]
 
@@ -130,7 +130,8 @@ def test_a_plan_from_weights_alone(model: Path, capsys: pytest.CaptureFixture[st
     assert "% energy" in shown and "no perplexity" in shown and "gccompress apply" not in shown
     choice = succeed_json(capsys, *arguments)
     assert {one["strategy"]: one["predicted_ppl"] for one in choice["candidates"]} == {
-        "ranks": None, "share": None, "lowrank": None, "width": None, "prune": None
+        "ranks": None, "share": None, "lowrank": None, "width": None, "plain": None,
+        "prune": None,
     }  # fmt: skip
     assert "without --no-calibration" in fail(capsys, "apply", "plan.yaml", "-o", "out")
 

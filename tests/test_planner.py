@@ -1,5 +1,6 @@
 """Planning on tiny models: budgets met, strategies side by side, predictions, refusals."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gccompress.apply import apply_plan
 from gccompress.calibration import CalibrationOptions, calibrate
 from gccompress.errors import GccompressError, PlanError
 from gccompress.linalg import Damping
@@ -57,7 +59,8 @@ def test_budgets_are_met_and_nearly_used(
     assert kept <= keep
     assert found.prediction.params_kept == pytest.approx(kept)
     assert found.prediction.params == total
-    step = 0.2 if strategy == "prune" else 0.06  # a layer of five; a few ranks of a tiny model
+    # A layer of five; a few ranks or neurons of a tiny model.
+    step = 0.2 if strategy in ("prune", "plain") else 0.06
     assert kept > keep - step
     saved = sum(move.saves for move in found.moves)
     assert shape.decoder_params() - decoder == saved
@@ -137,6 +140,18 @@ def test_a_probe_is_the_measured_rise_on_the_heldout_windows(
     assert prediction.ppl_low <= prediction.ppl <= prediction.ppl_high
 
 
+def test_plain_leaves_a_stock_model(loaded: LoadedModel, cache: str, tmp_path: Path) -> None:
+    for keep in (0.85, 0.6):
+        found = plan(loaded, cache, keep, strategy="plain")
+        widths = {move.width for move in found.moves if isinstance(move, ResizeMlp)}
+        assert len(widths) <= 1
+        assert {move.do for move in found.moves} <= {"drop_layers", "resize_mlp"}
+        again = open_model(loaded.source.path, cache_dir=cache)
+        apply_plan(found, again, tmp_path / str(keep), cache_dir=cache)
+        config = json.loads((tmp_path / str(keep) / "config.json").read_text())
+        assert config["model_type"] == "llama" and "gccompress" not in config
+
+
 def test_auto_measures_no_worse_than_any_single_strategy(loaded: LoadedModel, cache: str) -> None:
     for keep in (0.8, 0.5):
         options = PlanOptions(**{**vars(OPTIONS), "probe": "all"})
@@ -174,8 +189,6 @@ def test_same_inputs_same_plan_and_the_cache_changes_nothing(
 def test_a_size_budget_is_a_budget_of_the_whole_checkpoint(
     loaded: LoadedModel, cache: str, tmp_path: Path
 ) -> None:
-    from gccompress.apply import apply_plan
-
     whole = model_shape(ModelView(loaded.model)).total_params * 4
     limit = int(0.85 * whole)
     found = choose(
@@ -252,8 +265,6 @@ def test_less_than_a_window_is_refused(loaded: LoadedModel, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_a_plan_that_can_be_carried_out(family: str, tmp_path: Path) -> None:
-    from gccompress.apply import apply_plan
-
     folder = tiny_folder(tmp_path / "tiny", family, layers=3)
     loaded = open_model(folder, cache_dir=tmp_path)
     options = PlanOptions(multiple=4, damping=Damping(0.03, 1e-3))  # spaces as measured

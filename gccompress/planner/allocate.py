@@ -27,10 +27,12 @@ class Scales:
     Attributes:
         rank: for factored matrices, alone or shared.
         width: for removed neurons.
+        drop: for dropped layers.
     """
 
     rank: float = 1.0
     width: float = 1.0
+    drop: float = 1.0
 
 
 @dataclass(frozen=True)

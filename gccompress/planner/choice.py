@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, cast, get_args
@@ -41,11 +41,13 @@ from gccompress.view import ModelView, model_shape
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["auto", "ranks", "width", "share", "lowrank", "prune"]
+Strategy = Literal["auto", "ranks", "width", "plain", "share", "lowrank", "prune"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 # Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
 UNPROBED_SCALE = (1.5, 2.5, 4.0)
+# The same by kind of move, in the middle of what was measured, where no probe says better.
+USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
 HEADER_BYTES = 4096  # of a safetensors file, and about this much again per 30 tensors
 
 
@@ -101,14 +103,15 @@ def choose(
         damping=options.damping,
         cache=cache,
     )
-    found = {
-        name: _moves(name, priced, calibrated, shape, target, spaces, options)
-        for name in STRATEGIES
-    }
+
+    def moves_of(name: Strategy, scales: Scales) -> list[AnyMove] | PlanError:
+        return _moves(name, priced, calibrated, shape, target, spaces, options, scales)
+
+    found = {name: moves_of(name, USUAL_SCALES) for name in STRATEGIES}
     prober = None
     if options.probe != "none" and len(calibrated.heldout):
         prober = Prober(view, calibrated.moments, options.damping, calibrated.heldout)
-        _probe_and_calibrate(prober, found, priced, target, options)
+        _probe_and_calibrate(prober, found, moves_of, options)
     chosen = found[options.strategy]
     if isinstance(chosen, PlanError):
         raise chosen
@@ -259,17 +262,23 @@ def _moves(
     target: int,
     spaces: Mapping[Role, Space],
     options: PlanOptions,
+    scales: Scales,
 ) -> list[AnyMove] | PlanError:
     """Return a strategy's moves, or its reason for having none."""
     segments, widths, multiple = priced.segments, priced.widths, options.multiple
     try:
         match strategy:
             case "auto":
-                return strategies.allocated(segments, widths, target, multiple)
+                return strategies.allocated(segments, widths, target, multiple, scales)
             case "ranks":
                 return strategies.allocated(segments, (), target, multiple)
             case "width":
                 return strategies.width(segments, widths, target, multiple)
+            case "plain":
+                influence = calibrated.moments.influence
+                return strategies.plain(
+                    shape, influence, widths, target, multiple=multiple, scales=scales
+                )
             case "share":
                 return strategies.share(segments, spaces, target, multiple, options.group)
             case "lowrank":
@@ -283,52 +292,56 @@ def _moves(
 def _probe_and_calibrate(
     prober: Prober,
     found: dict[Strategy, list[AnyMove] | PlanError],
-    priced: Survey,
-    target: int,
+    moves_of: Callable[[Strategy, Scales], list[AnyMove] | PlanError],
     options: PlanOptions,
 ) -> None:
-    """Measure candidates; with `auto` chosen, let kinds compete at what they measured.
+    """Measure candidates, and let kinds of move compete at what they measured.
 
     Dropping layers is always measured, it costs no factorisation. The second order under-states
-    kinds of move differently, so the probes of `ranks` and `width` scale their kinds before
-    `auto` is allocated again; should a single strategy still measure better, `auto` takes its
-    moves.
+    kinds of move differently, so the probes of strategies of one kind scale their kind before
+    `plain` and `auto`, which mix kinds, are made again; should another strategy still measure
+    better than `auto`, `auto` takes its moves.
     """
-    singles: set[Strategy] = {"prune", options.strategy} - {"auto"}
+    wanted: set[Strategy] = {"prune", options.strategy}
+    if options.strategy == "plain":
+        wanted |= {"width"}
+    if options.strategy == "auto":
+        wanted |= {"width", "ranks"}
     if options.probe == "all":
-        singles = set(STRATEGIES) - {"auto"}
-    if options.strategy == "auto" or options.probe == "all":
-        singles |= {"ranks", "width"}
+        wanted = set(STRATEGIES)
     for name in STRATEGIES:
-        single = found[name]
-        if name in singles and not isinstance(single, PlanError):
-            prober.measure(name, single)
-    if options.strategy != "auto" and options.probe != "all":
-        return
-    scales = Scales(*(_scale(prober, name, found[name]) for name in ("ranks", "width")))
-    try:
-        moves = strategies.allocated(
-            priced.segments, priced.widths, target, options.multiple, scales
-        )
-    except PlanError as error:
-        found["auto"] = error
-        return
-    found["auto"] = moves
+        if name in wanted - {"auto", "plain"}:
+            _measure(prober, name, found[name])
+    usual = USUAL_SCALES
+    scales = Scales(
+        rank=_scale(prober, "ranks", found["ranks"], usual.rank),
+        width=_scale(prober, "width", found["width"], usual.width),
+        drop=_scale(prober, "prune", found["prune"], usual.drop),
+    )
     logger.debug("measured over predicted loss: %s", scales)
+    for name in ("plain", "auto"):
+        found[name] = moves_of(name, scales)
+        if name in wanted:
+            _measure(prober, name, found[name])
     best = min(prober.found, key=lambda name: prober.found[name].rise, default="auto")
-    if prober.measure("auto", moves).rise > prober.found[best].rise:
+    if "auto" in prober.found and prober.found[best].rise < prober.found["auto"].rise:
         logger.info("auto: the moves of %s measured better and are taken", best)
         found["auto"] = found[cast(Strategy, best)]
         prober.found["auto"] = prober.found[best]
 
 
-def _scale(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError) -> float:
+def _measure(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError) -> None:
+    if not isinstance(moves, PlanError):
+        prober.measure(name, moves)
+
+
+def _scale(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError, usual: float) -> float:
     """Return measured over predicted loss of a probed strategy, within what can be believed."""
     if isinstance(moves, PlanError) or name not in prober.found:
-        return UNPROBED_SCALE[1]
+        return usual
     predicted = sum(move.loss or 0.0 for move in moves)
     if predicted <= 0:
-        return UNPROBED_SCALE[1]
+        return usual
     return min(max(prober.found[name].rise / predicted, 0.5), 20.0)
 
 

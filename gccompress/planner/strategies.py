@@ -15,6 +15,7 @@ from gccompress.roles import Role, Space
 from gccompress.sizes import ModelShape, rank_for_share
 
 UNIFORM_BISECTIONS = 40
+PLAIN_MULTIPLE = 64  # what runtimes for stock models like their MLP widths to divide by
 
 
 def prune(shape: ModelShape, influence: Sequence[LayerInfluence], budget: int) -> list[AnyMove]:
@@ -35,6 +36,50 @@ def prune(shape: ModelShape, influence: Sequence[LayerInfluence], budget: int) -
     layers = tuple(sorted(ranked[: shape.layers - keep]))
     loss = sum(influence[layer].drop_loss for layer in layers)
     return [DropLayers(layers=layers, loss=loss, saves=per_layer * len(layers))]
+
+
+def plain(
+    shape: ModelShape,
+    influence: Sequence[LayerInfluence],
+    widths: Sequence[Width],
+    budget: int,
+    *,
+    multiple: int,
+    scales: Scales,
+) -> list[AnyMove]:
+    """Drop layers and give all others one width: a stock model of its family, loaded everywhere.
+
+    Every number of dropped layers is tried with the width that it leaves room for.
+
+    Raises:
+        PlanError: even the least of both is more than the budget.
+    """
+    per_layer, inner = shape.decoder_params() // shape.layers, widths[0].inner
+    rest = per_layer - inner * shape.per_neuron
+    multiple = max(multiple, PLAIN_MULTIPLE) if inner > 2 * PLAIN_MULTIPLE else multiple
+    ranked = sorted(range(shape.layers), key=lambda layer: influence[layer].influence)
+    best: list[AnyMove] | None = None
+    least = float("inf")
+    for count in range(shape.layers):
+        gone, kept = sorted(ranked[:count]), sorted(ranked[count:])
+        width = (budget // len(kept) - rest) // shape.per_neuron // multiple * multiple
+        if width < multiple:
+            continue
+        drop = sum(influence[layer].drop_loss for layer in gone)
+        moves: list[AnyMove] = []
+        if gone:
+            saves = per_layer * count
+            moves.append(DropLayers(layers=tuple(gone), loss=drop, saves=saves))
+        narrowed = [widths[layer].move(width) for layer in kept] if width < inner else []
+        loss = scales.drop * drop + scales.width * sum(one.loss or 0.0 for one in narrowed)
+        if loss < least:
+            best, least = [*moves, *narrowed], loss
+    if best is None:
+        raise PlanError(
+            f"dropping layers and one width for all cannot meet {budget} decoder parameters; "
+            "raise the budget or lower --multiple"
+        )
+    return best
 
 
 def lowrank(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:

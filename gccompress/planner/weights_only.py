@@ -90,7 +90,7 @@ def choose_from_weights(
     if isinstance(chosen, PlanError):
         raise chosen
     candidates = tuple(_candidate(name, moves, shape) for name, moves in found.items()) + tuple(
-        Candidate(name, (), None, reason=NEEDS_TEXT) for name in ("width", "prune")
+        Candidate(name, (), None, reason=NEEDS_TEXT) for name in ("width", "plain", "prune")
     )
     prediction = next(one.prediction for one in candidates if one.strategy == strategy)
     assert prediction is not None  # noqa: S101 - its moves exist
