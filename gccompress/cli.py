@@ -6,12 +6,24 @@ Exit codes: 0 done, 2 bad input, 130 interrupted, 1 a fault of gccompress (with 
 import json
 import logging
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gccompress.cli_options import (
+    AsJson,
+    CacheDir,
+    Device,
+    Dtype,
+    DtypeOption,
+    Model,
+    ProbeChoice,
+    Revision,
+    Spaces,
+    Strategy,
+    TrustRemoteCode,
+)
 from gccompress.errors import GccompressError
 
 if TYPE_CHECKING:
@@ -34,64 +46,6 @@ MODEL is an alias (gccompress models), a hub id, a local folder, or a .gguf file
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[str, typer.Argument(help="Alias, hub id, local folder or .gguf file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub model.", show_default="main")
-]
-CacheDir = Annotated[
-    str | None,
-    typer.Option(
-        help="Where converted models, moments and sampled text are kept.",
-        show_default="$GCCOMPRESS_CACHE or the user's cache folder",
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
-]
-
-
-class Dtype(StrEnum):
-    """Number types that weights can be computed in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(help="Compute in this type.", show_default="float32 on CPU, as stored on CUDA"),
-]
-
-
-class Strategy(StrEnum):
-    """How a plan is made."""
-
-    auto = "auto"
-    ranks = "ranks"
-    width = "width"
-    plain = "plain"
-    share = "share"
-    lowrank = "lowrank"
-    prune = "prune"
-
-
-class Spaces(StrEnum):
-    """Which spaces may be shared."""
-
-    measured = "measured"
-    paper = "paper"
-
-
-class ProbeChoice(StrEnum):
-    """Which candidates are measured in memory."""
-
-    chosen = "chosen"
-    all = "all"
-    none = "none"
 
 
 def _version(wanted: bool) -> None:
