@@ -403,7 +403,7 @@ def _smollm2_lines(result: dict[str, Any]) -> list[str]:
 
 def _disk_lines(name: str, result: dict[str, Any]) -> list[str]:
     shapes = SHAPES[name]
-    largest = working_bytes((shapes.hidden, shapes.inner)) / 1e9
+    largest = working_bytes((shapes.hidden, shapes.inner), 2) / 1e9
     lines = [
         f"## {name.upper()} shapes: {shapes.hidden} x {shapes.inner}, {result['layers']} layers, "
         f"{result['bytes'] / 1e9:.1f} GB of bf16", "",

@@ -17,7 +17,8 @@ VECTOR_TOLERANCE = 5e-4  # largest sine of the angle between a leading vector an
 ANGLE_TOLERANCE = 0.05  # relative residual up to which a direction counts for principal angles
 RANK_FLOOR = 32 * torch.finfo(torch.float32).eps  # squares below it, of the first: rounding
 
-_ROUNDING = 1e-4  # of a block's largest direction: smaller ones are mostly rounding
+_ROUNDING = 3e-3  # of a block's products: what is new in them below this is orthogonalised again
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class Leading:
         gap = self.gap
         if gap is None or gap <= GAP_TOLERANCE:
             return False
-        return self.whole or float(self.residuals[0]) <= 1.01 * VECTOR_TOLERANCE * _squared(gap)
+        return float(self.residuals[0]) <= 1.01 * VECTOR_TOLERANCE * _squared(gap)
 
     @property
     def settled(self) -> int:
         """How many leading directions have a residual within `ANGLE_TOLERANCE`."""
         within = (self.residuals <= ANGLE_TOLERANCE).long().cumprod(0)
-        return len(self.values) if self.whole else int(within.sum())
+        return int(within.sum())
 
 
 def _squared(gap: float, power: int = 1) -> float:
@@ -201,11 +202,12 @@ class _Basis:
         outside = products - (products @ known.T) @ known
         outside = outside - (outside @ known.T) @ known
         fresh, triangle = torch.linalg.qr(outside.T)
-        pivots = triangle.diagonal().abs()
-        if float(pivots.min()) <= _ROUNDING * float(pivots.max()):
-            # The space is all but exhausted: what is left is rounding, not orthogonal to anything.
-            fresh = fresh - known.T @ (known @ fresh)
-            fresh = torch.linalg.qr(fresh).Q
+        smallest = float(triangle.diagonal().abs().min())
+        if smallest <= _ROUNDING * float(products.norm(dim=1).max()):
+            # The space is all but exhausted: some of what is left is rounding, and that is not
+            # orthogonal to anything until it has been made so at its own scale.
+            for _ in range(_PASSES):
+                fresh = torch.linalg.qr(fresh - known.T @ (known @ fresh)).Q
         return fresh.T, triangle.double().cpu()
 
     def rayleigh_ritz(self) -> tuple[Tensor, Tensor]:

@@ -224,6 +224,10 @@ def _dense(matrix: Tensor) -> Ritz:
 def _is_enough(found: Ritz) -> bool:
     """Tell whether a search settled the first pair and the directions for the angles."""
     vectors, squares, whole = _cut(found)
+    overlaps = vectors @ vectors.T
+    overlaps.diagonal().sub_(1.0)
+    if len(squares) and float(overlaps.abs().max()) > 1e-3:
+        return False
     lead = _leading(vectors.T, squares.sqrt(), vectors.T, found.residuals, 0.0, whole)
     return lead.certain and lead.settled >= min(max(ANGLE_COUNTS), len(squares))
 

@@ -30,6 +30,9 @@ logger = logging.getLogger("gccompress")
 VERSION = 1  # of the measurement; results kept by another version are not taken up again
 MEMORY = 2_500_000_000  # bytes that weights and vectors of all workers may take together
 
+WIDEST_ITEMSIZE = 4  # bytes a number as a weight may come from its file
+FULL_ITEMSIZE = 64  # what a whole decomposition in fp64 takes
+
 Pair = tuple[PairMetrics, ...]  # raw, then folded
 
 
@@ -200,16 +203,14 @@ def _stored_bytes(source: WeightSource, role: Role, layer: int) -> int:
 def _split(source: WeightSource, settings: Settings) -> tuple[int, int]:
     """Return how many weights to work on at a time, and with how many threads each."""
     threads = torch.get_num_threads()
-    largest = max(
-        (working_bytes(source.shape(role, i)) for role in source.roles
-         for i in range(source.num_layers)),
-        default=1,
-    )  # fmt: skip
+    shapes = {source.shape(role, i) for role in source.roles for i in range(source.num_layers)}
+    itemsize = FULL_ITEMSIZE if settings.full else WIDEST_ITEMSIZE
+    largest = max((working_bytes(shape, itemsize) for shape in shapes), default=1)
     workers = max(1, min(threads, settings.memory // largest))
     return workers, max(1, threads // workers)
 
 
-def working_bytes(shape: tuple[int, int], itemsize: int = 2) -> int:
+def working_bytes(shape: tuple[int, int], itemsize: int) -> int:
     """Return the memory that taking apart a weight `(out, in)` needs; docs/analyzer.md.
 
     The weight as stored, a basis of at most 384 directions (vectors, products and images, fp32)
