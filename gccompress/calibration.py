@@ -51,14 +51,27 @@ def calibrate(
     """Read the text, collect the moments (from the cache if there), hold out the rest.
 
     Raises:
-        GccompressError: fewer than one window asked for.
+        GccompressError: fewer than one window asked for, or less than nothing held out.
         TextError: the text is missing, unreadable or too short.
     """
+    if options.seqlen < 2:
+        raise GccompressError(
+            f"windows of {options.seqlen} calibration tokens; raise --seqlen to 2 or more"
+        )
+    if options.heldout_tokens < 0:
+        raise GccompressError(
+            f"{options.heldout_tokens} held-out tokens; give --heldout-tokens 0 for none"
+        )
     count, held = options.tokens // options.seqlen, options.heldout_tokens // options.seqlen
     if count < 1:
         raise GccompressError(
             f"{options.tokens} calibration tokens are less than one window of {options.seqlen}; "
             "raise --calibration-tokens or lower --seqlen"
+        )
+    if options.heldout_tokens and not held:
+        logger.warning(
+            "%d held-out tokens are less than one window of %d, so no plan will be measured",
+            *(options.heldout_tokens, options.seqlen),
         )
     windows = load_windows(
         options.source,

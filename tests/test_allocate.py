@@ -226,3 +226,13 @@ def test_width_alone_leaves_other_matrices_dense() -> None:
     moves = strategies.width(segments, widths, 600, 1)
     assert moves and {move.do for move in moves} == {"resize_mlp"}
     assert 4 * 3 * 36 + 8 * 36 - sum(move.saves for move in moves) <= 600
+
+
+def test_a_multiple_that_no_width_has_leaves_the_other_moves() -> None:
+    segments = [one for one in random_segments(0) if len(one.layers) == 1]
+    mlp = [segment(Role.UP, layer, layer, [2.0, 1.0, 0.5, 0.2], 16) for layer in range(3)]
+    widths = [Width(layer, 4, 12, np.linspace(0, 1, 5)) for layer in range(3)]
+    with pytest.raises(PlanError, match="in steps of 4; .*lower --multiple"):
+        strategies.width(mlp, widths, 40, multiple=4)
+    found = strategies.allocated([*segments, *mlp], widths, 170, multiple=4)
+    assert found and all(move.do == "low_rank" for move in found)

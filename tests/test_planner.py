@@ -16,7 +16,15 @@ from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model
 from gccompress.moments import Fisher
 from gccompress.moves import applied
-from gccompress.plan import DropLayers, Plan, ResizeMlp, move_params, plan_params
+from gccompress.plan import (
+    DropLayers,
+    Plan,
+    ResizeMlp,
+    ShareInput,
+    ShareOutput,
+    move_params,
+    plan_params,
+)
 from gccompress.planner import STRATEGIES, PlanOptions, budget_of, choose, make_plan
 from gccompress.planner.survey import survey
 from gccompress.roles import PAPER_SPACE, Role
@@ -237,6 +245,14 @@ def test_keeping_everything_does_nothing(loaded: LoadedModel, cache: str) -> Non
     assert found.prediction.ppl == pytest.approx(found.prediction.dense_ppl)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_keeping_everything_does_nothing_by_any_strategy(
+    loaded: LoadedModel, cache: str, strategy: str
+) -> None:
+    found = plan(loaded, cache, 1.0, strategy=strategy, probe="none", multiple=5)
+    assert found.moves == () and found.prediction.params_kept == 1.0
+
+
 def test_few_tokens_are_damped_with_a_warning_and_still_give_a_plan(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
@@ -314,3 +330,54 @@ def test_a_damaged_survey_is_made_again(
     again = survey(view, moments, PAPER_SPACE, longest=1, damping=Damping(), cache=tmp_path)
     assert "damaged" in caplog.text
     assert again.quantized == first.quantized
+
+
+@pytest.mark.parametrize(("group", "longest"), [(4, 3), (2, 1), (9, 2)])
+def test_groups_are_shared_whatever_longest_says(
+    loaded: LoadedModel, cache: str, group: int, longest: int
+) -> None:
+    found = plan(loaded, cache, strategy="share", group=group, longest=longest, probe="none")
+    shared = [one for one in found.moves if isinstance(one, ShareInput | ShareOutput)]
+    assert {one.layers for one in shared} >= {tuple(range(min(group, 5)))}
+    auto = plan(loaded, cache, group=group, longest=longest, probe="none")
+    for move in auto.moves:
+        if isinstance(move, ShareInput | ShareOutput):
+            assert len(move.layers) <= longest
+
+
+def test_a_hopeless_prediction_is_still_a_number(
+    loaded: LoadedModel, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gccompress.planner.choice.UNPROBED_SCALE", (1e3, 1e5, 1e7))
+    budget = budget_of(0.3, None)
+    options = PlanOptions(**{**vars(OPTIONS), "strategy": "lowrank", "multiple": 1})
+    choice = choose(loaded, budget, options=options, calibration=CALIBRATION, cache_dir=cache)
+    for one in choice.to_dict(Path("plan.yaml"))["candidates"]:
+        for name in ("predicted_ppl", "predicted_ppl_low", "predicted_ppl_high"):
+            assert one[name] is None or math.isfinite(one[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seqlen": 0}, "--seqlen to 2"),
+        ({"seqlen": 1}, "--seqlen to 2"),
+        ({"seqlen": -3}, "--seqlen to 2"),
+        ({"heldout_tokens": -1}, "--heldout-tokens 0"),
+    ],
+)
+def test_numbers_of_tokens_that_make_no_sense(
+    loaded: LoadedModel, tmp_path: Path, change: dict[str, int], message: str
+) -> None:
+    options = CalibrationOptions(**{**vars(CALIBRATION), **change})
+    with pytest.raises(GccompressError, match=message):
+        calibrate(loaded, ModelView(loaded.model), options, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_held_out_tokens_below_a_window_are_said(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = CalibrationOptions(**{**vars(CALIBRATION), "heldout_tokens": 31})
+    found = calibrate(loaded, ModelView(loaded.model), options, tmp_path)
+    assert len(found.heldout) == 0 and "less than one window of 32" in caplog.text

@@ -101,14 +101,16 @@ def allocate(
         option = _segment_sizes(segment, multiple, scales.rank)
         if len(option.sizes):
             by_role.setdefault(segment.role, []).append(option)
-    narrowed = {one.layer: _width_sizes(one, multiple, scales.width) for one in widths}
+    sized = {one.layer: _width_sizes(one, multiple, scales.width) for one in widths}
+    narrowed = {layer: option for layer, option in sized.items() if len(option.sizes)}
     smallest = _best(by_role, narrowed, float("inf"))
     if _params(smallest) > budget:
         dense = sum(segment.dense for segment in segments if len(segment.layers) == 1)
         raise PlanError(
             f"budget of {budget} decoder parameters ({budget / dense:.3f} kept): the smallest this "
-            f"strategy reaches is {_params(smallest)} ({_params(smallest) / dense:.3f} kept); "
-            "raise the budget or use another strategy"
+            f"strategy reaches is {_params(smallest)} ({_params(smallest) / dense:.3f} kept) with "
+            f"sizes in steps of {multiple}; raise the budget, lower --multiple or use another "
+            "strategy"
         )
     low, high, best = 1e-18, 1.0, smallest
     for _ in range(BISECTIONS):
@@ -134,9 +136,8 @@ def _segment_sizes(segment: Segment, multiple: int, scale: float) -> Option:
 
 
 def _width_sizes(width: Width, multiple: int, scale: float) -> Option:
-    """Return every width of an MLP below its own."""
-    step = min(multiple, width.inner)
-    sizes = np.arange(step, width.inner, step)
+    """Return every width of an MLP below its own; none where the multiple is not below it."""
+    sizes = np.arange(multiple, width.inner, multiple)
     losses = width.losses[width.inner - sizes] * scale
     return Option(width, sizes.astype(np.int64), sizes * width.per_neuron, losses)
 

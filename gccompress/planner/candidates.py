@@ -104,7 +104,11 @@ def _range(found: Prediction) -> str:
     if found.ppl is None:
         return "-"
     about = "" if found.measured else "~"
-    return f"{about}{found.ppl:.2f} ({found.ppl_low:.2f} to {found.ppl_high:.2f})"
+    shown = (
+        "-" if one is None else f"{one:.2f}" if one < 1e5 else f"{one:.0e}"
+        for one in (found.ppl, found.ppl_low, found.ppl_high)
+    )
+    return "{}{} ({} to {})".format(about, *shown)
 
 
 def _flat(one: Candidate) -> dict[str, Any]:

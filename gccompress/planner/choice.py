@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from importlib.metadata import version
 from typing import Any, Literal, cast, get_args
 
@@ -48,6 +49,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 UNPROBED_SCALE = (1.5, 2.5, 4.0)
 # The same by kind of move, in the middle of what was measured, where no probe says better.
 USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
+LARGEST_NLL = 100.0  # nats per token that are shown as a perplexity; far beyond any use
 HEADER_BYTES = 4096  # of a safetensors file, and about this much again per 30 tensors
 
 
@@ -99,7 +101,7 @@ def choose(
         view,
         calibrated.moments,
         spaces,
-        longest=options.longest,
+        longest=max(options.longest, options.group),  # `share` wants its groups priced too
         damping=options.damping,
         cache=cache,
     )
@@ -151,8 +153,8 @@ def decoder_budget(budget: Budget, shape: ModelShape) -> int:
         floor = rest * shape.bytes_per_param + header
         raise PlanError(
             f"--max-size {budget.max_size} bytes: embeddings, norms and the file's header alone "
-            f"take {floor} at {shape.bytes_per_param} bytes a parameter; raise it or store in "
-            "fewer bits with --dtype bfloat16"
+            f"take {floor} at the {shape.bytes_per_param} bytes a parameter that the model is "
+            "stored in; raise it"
         )
     return min(allowed, dense)
 
@@ -251,7 +253,7 @@ def _bytes_of(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in units:
         raise PlanError(f"--max-size {text!r}; wanted bytes such as 200MB, 1.5GiB or 123456")
-    return int(float(match[1]) * units[match[2].upper()])
+    return int(Fraction(match[1]) * units[match[2].upper()])
 
 
 def _moves(
@@ -266,12 +268,13 @@ def _moves(
 ) -> list[AnyMove] | PlanError:
     """Return a strategy's moves, or its reason for having none."""
     segments, widths, multiple = priced.segments, priced.widths, options.multiple
+    short = [one for one in segments if len(one.layers) <= options.longest]
     try:
         match strategy:
             case "auto":
-                return strategies.allocated(segments, widths, target, multiple, scales)
+                return strategies.allocated(short, widths, target, multiple, scales)
             case "ranks":
-                return strategies.allocated(segments, (), target, multiple)
+                return strategies.allocated(short, (), target, multiple)
             case "width":
                 return strategies.width(segments, widths, target, multiple)
             case "plain":
@@ -382,7 +385,10 @@ def _perplexities(prober: Prober | None, loss: float, probe: Probe | None) -> di
         margin = 2 * probe.error if math.isfinite(probe.error) else abs(probe.rise)
         low, middle, high = probe.rise - margin, probe.rise, probe.rise + margin
     rises = {"dense_ppl": 0.0, "ppl": middle, "ppl_low": low, "ppl_high": high}
-    return {name: math.exp(prober.dense_nll + rise) for name, rise in rises.items()}
+    # Bounded: the second order of a hopeless plan is beyond what a float can hold as perplexity.
+    return {
+        name: math.exp(min(prober.dense_nll + rise, LARGEST_NLL)) for name, rise in rises.items()
+    }
 
 
 def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | None) -> Candidate:

@@ -54,6 +54,8 @@ def plain(
     Raises:
         PlanError: even the least of both is more than the budget.
     """
+    if budget >= shape.decoder_params():
+        return []
     per_layer, inner = shape.decoder_params() // shape.layers, widths[0].inner
     rest = per_layer - inner * shape.per_neuron
     multiple = max(multiple, PLAIN_MULTIPLE) if inner > 2 * PLAIN_MULTIPLE else multiple
@@ -140,6 +142,8 @@ def width(
 
 def uniform(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
     """Factor all segments to the same share of their size, as near the budget as ranks allow."""
+    if budget >= sum(one.dense for one in segments):
+        return []  # a rank just below the dense size would lose something for nothing
 
     def ranks(share: float) -> list[int]:
         return [

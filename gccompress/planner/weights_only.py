@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 TABLE_VERSION = 1
 LONGEST = 2  # layers on one basis: no more than two weights are in memory at a time
 NEEDS_TEXT = "needs calibration: what a layer or a neuron does is not seen in its weights"
+STRATEGIES = ("ranks", "share", "lowrank")
 NOTE = (
     "made from weights alone: an ordering by lost weight energy, no perplexity; plan again without "
     "--no-calibration before applying"
@@ -68,24 +69,24 @@ def choose_from_weights(
         ModelError: the model cannot be had.
     """
     options = options or PlanOptions()
+    strategy = "ranks" if options.strategy == "auto" else options.strategy
+    if strategy not in STRATEGIES:
+        raise PlanError(f"--strategy {strategy} {NEEDS_TEXT}; leave out --no-calibration")
     stream = open_stream(model, revision=revision, cache_dir=cache_dir)
     shape, dtype = _shape(stream)
     target = decoder_budget(budget, shape)
     spaces: Mapping[Role, Space] = PAPER_SPACE
     if options.spaces == "measured":
         spaces = space_of(analyze(model, device=device, folded=False, cache_dir=cache_dir))
-    longest = min(options.longest, LONGEST)
-    segments = _price(stream, spaces, longest, pick_device(device), cache_folder(cache_dir))
+    segments = _price(stream, spaces, pick_device(device), cache_folder(cache_dir))
+    short = [one for one in segments if len(one.layers) <= options.longest]
     found = {
-        "ranks": _tried(lambda: strategies.allocated(segments, (), target, options.multiple)),
+        "ranks": _tried(lambda: strategies.allocated(short, (), target, options.multiple)),
         "share": _tried(
             lambda: strategies.share(segments, spaces, target, options.multiple, LONGEST)
         ),
         "lowrank": _tried(lambda: strategies.lowrank(segments, target, options.multiple)),
     }
-    strategy = "ranks" if options.strategy == "auto" else options.strategy
-    if strategy not in found:
-        raise PlanError(f"--strategy {strategy} {NEEDS_TEXT}; leave out --no-calibration")
     chosen = found[strategy]
     if isinstance(chosen, PlanError):
         raise chosen
@@ -137,7 +138,6 @@ def _shape(stream: WeightStream) -> tuple[ModelShape, torch.dtype]:
 def _price(
     stream: WeightStream,
     spaces: Mapping[Role, Space],
-    longest: int,
     device: torch.device,
     cache: Path,
 ) -> list[Segment]:
@@ -145,12 +145,12 @@ def _price(
     segments: list[Segment] = []
     for role in track(stream.roles, "Spectra of the weights (projections)"):
         space = spaces.get(role, Space.NONE)
-        key = [TABLE_VERSION, stream.hash, role, space, longest]
+        key = [TABLE_VERSION, stream.hash, role, space, LONGEST]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         path = cache / "spectra" / f"{name}.safetensors"
         table = read_table(path)
         if table is None:
-            table = _spectra(stream, role, space, longest, device)
+            table = _spectra(stream, role, space, device)
             with new_file(path) as temporary:
                 save_file(table, temporary)
         segments += make_segments(stream, role, space, table)
@@ -158,7 +158,7 @@ def _price(
 
 
 def _spectra(
-    stream: WeightStream, role: Role, space: Space, longest: int, device: torch.device
+    stream: WeightStream, role: Role, space: Space, device: torch.device
 ) -> dict[str, NDArray[np.float64]]:
     """Return `"first-last": energy` of every segment of a role, as a share of all projections'."""
     table: dict[str, NDArray[np.float64]] = {}
@@ -167,7 +167,7 @@ def _spectra(
     for layer in range(stream.num_layers):
         weight = stream.weight(role, layer).to(device)
         table[f"{layer}-{layer}"] = squared_values([weight], Space.INPUT) / share
-        if previous is not None and longest > 1 and space is not Space.NONE:
+        if previous is not None and space is not Space.NONE:
             table[f"{layer - 1}-{layer}"] = squared_values([previous, weight], space) / share
         previous = weight
     return table
