@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gccompress.errors import GccompressError, NumericalError
-from gccompress.files import new_folder
+from gccompress.files import new_folder, write_text
 from gccompress.linalg import Damping, Weighted, shrink
 from gccompress.progress import track
 from gccompress.roles import SAME_INPUT, Role
@@ -82,7 +83,9 @@ class Moments:
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise GccompressError(f"{folder}: not finished moments ({error})") from error
+            raise GccompressError(
+                f"{folder}: not finished moments ({error}); delete it and calibrate again"
+            ) from error
         self.hash: str = self.meta["hash"]
         self.tokens: int = self.meta["tokens"]
         self.influence = tuple(LayerInfluence(**one) for one in self.meta["layers"])
@@ -167,34 +170,52 @@ def collect_moments(
     if found is not None:
         return found
     out = cache / "moments" / calibration_hash.removeprefix("sha256:")[:32]
-    if out.exists():  # a folder without meta.json: left by something else than this function
-        shutil.rmtree(out)
     partial = out.with_suffix(".partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        per_pass = max(1, memory // _layer_bytes(view))
-        passes = [
-            range(first, min(first + per_pass, view.num_layers))
-            for first in range(0, view.num_layers, per_pass)
-        ]
-        for number, layers in enumerate(passes):
-            _one_pass(view, windows, layers, fisher, seed, partial, f"{number + 1}/{len(passes)}")
-        influence = [
-            json.loads((partial / f"layer_{layer:03d}.json").read_text("utf-8"))
-            for layer in range(view.num_layers)
-        ]
-        meta = {
-            "version": MOMENTS_VERSION,
-            "hash": calibration_hash,
-            "tokens": windows.ids.numel(),
-            "labels": fisher.draws + fisher.data,
-            "layers": influence,
-        }
-        (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        partial.rename(out)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        # Two runs that want the same moments: the second waits, and finds them.
+        with FileLock(out.with_suffix(".lock")):
+            if not (out / "meta.json").exists():
+                _collect(view, windows, fisher, seed, memory, calibration_hash, partial, out)
     except (OSError, SafetensorError) as error:
         raise GccompressError(f"cannot write moments to {partial}: {error}") from error
     return Moments(out)
+
+
+def _collect(
+    view: ModelView,
+    windows: Windows,
+    fisher: Fisher,
+    seed: int,
+    memory: int,
+    calibration_hash: str,
+    partial: Path,
+    out: Path,
+) -> None:
+    """Make the folder `out` of finished moments, by way of `partial`."""
+    if out.exists():  # a folder without meta.json: left by something else than this function
+        shutil.rmtree(out)
+    partial.mkdir(parents=True, exist_ok=True)
+    per_pass = max(1, memory // _layer_bytes(view))
+    passes = [
+        range(first, min(first + per_pass, view.num_layers))
+        for first in range(0, view.num_layers, per_pass)
+    ]
+    for number, layers in enumerate(passes):
+        _one_pass(view, windows, layers, fisher, seed, partial, f"{number + 1}/{len(passes)}")
+    influence = [
+        json.loads((partial / f"layer_{layer:03d}.json").read_text("utf-8"))
+        for layer in range(view.num_layers)
+    ]
+    meta = {
+        "version": MOMENTS_VERSION,
+        "hash": calibration_hash,
+        "tokens": windows.ids.numel(),
+        "labels": fisher.draws + fisher.data,
+        "layers": influence,
+    }
+    (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    partial.rename(out)
 
 
 def _one_pass(
@@ -228,7 +249,7 @@ def _one_pass(
         tokens, labels = windows.ids.numel(), fisher.draws + fisher.data
         one = {"influence": influence / tokens, "drop_loss": 0.5 * drop / (tokens * labels)}
         text = json.dumps(one)
-        (partial / f"layer_{layer:03d}.json").write_text(text, encoding="utf-8")
+        write_text(partial / f"layer_{layer:03d}.json", text)  # whole: it says that both are
     for folder in partial.glob("state-*"):
         shutil.rmtree(folder, ignore_errors=True)
 

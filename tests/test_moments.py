@@ -1,5 +1,6 @@
 """Moments against gradients taken another way, several passes, interruptions, bad losses."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,18 @@ def test_fisher_is_parsed_or_refused(text: str) -> None:
         Fisher.parse(text)
     for good in ("data+0", "data+3", "model+2"):
         assert str(Fisher.parse(good)) == good
+
+
+def test_two_at_once_do_the_work_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward, calls = module._backward, []
+
+    def count(*args: Any) -> None:
+        calls.append(args)
+        backward(*args)
+
+    monkeypatch.setattr(module, "_backward", count)
+    views = [ModelView(tiny_model("llama", layers=LAYERS)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda view: collect(view, tmp_path), views))
+    assert found[0].folder == found[1].folder and len(calls) == len(windows())
+    assert not list(tmp_path.rglob("*.partial"))
