@@ -20,6 +20,7 @@ from gccompress.sizes import (
 )
 
 PLAN_VERSION = 1
+LARGEST_SEED = 2**32 - 1  # of calibration; text that is scored has a larger one
 LARGEST_PLAN_FILE = 16_000_000  # bytes; a 200-layer plan has well under one megabyte
 
 
@@ -108,7 +109,7 @@ class Calibration(Strict):
     hash: str
     tokens: int = Field(ge=1)
     seqlen: int = Field(ge=1)
-    seed: int
+    seed: int = Field(ge=0, le=LARGEST_SEED)
     fisher: str
     heldout_tokens: int = Field(ge=0)
     dtype: str
@@ -177,7 +178,7 @@ class Plan(Strict):
     def to_yaml(self) -> str:
         """Return the plan as YAML, one line per move."""
         fields = self.model_dump(mode="json", exclude={"moves"})
-        head = yaml.safe_dump(fields, sort_keys=False, width=100)
+        head = yaml.safe_dump(fields, sort_keys=False, width=100, allow_unicode=True)
         lines = [
             "- "
             + yaml.safe_dump(_short(move), sort_keys=False, default_flow_style=True, width=10_000)
@@ -212,8 +213,8 @@ class Plan(Strict):
     def parse(cls, text: str, name: str = "plan") -> "Plan":
         """Read a plan from YAML text; errors name `name`. Raises `PlanError`."""
         try:
-            data = yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            data = load_yaml(text)
+        except yaml.YAMLError as error:
             where = " ".join(str(error).split())
             raise PlanError(f"{name}: not YAML: {where}") from error
         if not isinstance(data, dict) or data.get("format") != "gccompress-plan":
@@ -389,6 +390,15 @@ def _first_error(error: ValidationError, data: dict[str, Any]) -> str:
         return f"unknown key {leaf!r}; remove it"
     found = repr(first.get("input"))
     return f"{leaf}: {first['msg']} (found {found[:60]})"
+
+
+def load_yaml(text: str) -> Any:
+    """Return what a YAML text holds. Raises `yaml.YAMLError`, whatever is wrong with it."""
+    try:
+        return yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
+        # From a value that is not what its tag says, such as `!!bool x`, or from deep nesting.
+        raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from error
 
 
 class NoAliasLoader(yaml.SafeLoader):

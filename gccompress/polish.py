@@ -41,6 +41,13 @@ class PolishOptions:
     patience: int = 3
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise `GccompressError` for numbers that cannot train."""
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise GccompressError(f"--polish-rate {self.rate}; wanted above 0, such as 1e-4")
+        if min(self.steps, self.windows, self.every, self.patience) < 1:
+            raise GccompressError("polish: steps, windows, every and patience are at least 1")
+
 
 @dataclass(frozen=True)
 class Polished:
@@ -51,14 +58,14 @@ class Polished:
         after: of the best state, which was kept.
         best_step: when; 0 means that nothing improved and the closed form stays.
         steps: taken.
-        curve: (step, held-out KL, training KL since the last look).
+        curve: (step, held-out KL, training KL since the last look: None before the first step).
     """
 
     before: float
     after: float
     best_step: int
     steps: int
-    curve: tuple[tuple[int, float, float], ...]
+    curve: tuple[tuple[int, float, float | None], ...]
 
 
 def polish(
@@ -114,7 +121,8 @@ def _train(
     optimiser = torch.optim.AdamW(trained, lr=options.rate, weight_decay=0.0, betas=(0.9, 0.95))
     before = best = _heldout_kl(model, dense, heldout)
     kept = _copies(trained)
-    best_step, seen, curve, since = 0, 0, [(0, before, math.nan)], []
+    best_step, seen, since = 0, 0, list[float]()
+    curve: list[tuple[int, float, float | None]] = [(0, before, None)]
     step = 0
     try:
         for step, batch in enumerate(_batches(windows, options), start=1):

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gccompress.errors import GccompressError
-from gccompress.plan import Budget, NoAliasLoader
+from gccompress.plan import LARGEST_SEED, Budget, load_yaml
 
 LARGEST_RECIPE_FILE = 1_000_000  # bytes
 
@@ -25,7 +25,7 @@ class CalibrationSection(_Section):
     tokens: int = Field(default=16384, ge=1)
     seqlen: int = Field(default=512, ge=2)
     heldout_tokens: int = Field(default=4096, ge=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     fisher: str = "data+1"
 
 
@@ -77,7 +77,9 @@ class Recipe(_Section):
 
     def to_yaml(self) -> str:
         """Return the recipe with every default written out."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        text: str = yaml.safe_dump(
+            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True
+        )
         return text
 
     @classmethod
@@ -112,8 +114,8 @@ class Recipe(_Section):
     def parse(cls, text: str, name: str = "recipe") -> "Recipe":
         """Read a recipe from YAML text; errors name `name`. Raises `GccompressError`."""
         try:
-            data = yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            data = load_yaml(text)
+        except yaml.YAMLError as error:
             raise GccompressError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(data, dict):
             raise GccompressError(f"{name}: not a recipe; wanted at least 'model:' and 'budget:'")

@@ -149,6 +149,13 @@ def test_every_fault_is_one_clear_line(old: str, new: str, message: str) -> None
     assert str(caught.value).startswith("my.yaml: ")
 
 
+@pytest.mark.parametrize("value", ["!!bool x", "!!int ''", "!!timestamp x", "!!float x", "*a"])
+def test_values_that_are_not_what_their_tag_says(value: str) -> None:
+    text = plan().to_yaml().replace("strategy: auto", f"strategy: {value}")
+    with pytest.raises(PlanError, match="not YAML"):
+        Plan.parse(text)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "hello", "null", "\0", "a: b: c", "- 1"])
 def test_not_a_plan(text: str) -> None:
     with pytest.raises(PlanError):

@@ -1,5 +1,6 @@
 """Polishing: it helps, it never leaves the model worse, and it trains nothing else."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_it_lowers_the_held_out_kl_and_touches_only_what_was_replaced(
     names = {name for name, value in model.named_parameters() if id(value) in wanted}
     done = polish(model, dense, trained, windows=windows(8), heldout=heldout(), options=OPTIONS)
     assert done.after <= done.before
-    assert done.curve[0][1] == done.before and min(one[1] for one in done.curve) == done.after
+    assert done.curve[0] == (0, done.before, None)  # not NaN: it is written as JSON
+    assert min(one[1] for one in done.curve) == done.after
     changed = {
         name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
     }
@@ -117,3 +119,9 @@ def test_nothing_to_train_or_to_judge_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GccompressError, match="held-out"):
         trained = replaced_parameters(model, dense)
         polish(model, dense, trained, windows=windows(4), heldout=none)
+
+
+@pytest.mark.parametrize("numbers", [{"rate": 0.0}, {"rate": math.nan}, {"steps": 0}])
+def test_numbers_that_cannot_train_are_refused(numbers: dict[str, float]) -> None:
+    with pytest.raises(GccompressError, match="polish"):
+        PolishOptions(**numbers)  # type: ignore[arg-type]
