@@ -23,11 +23,11 @@ from gccompress.checkpoints import (
     reload_difference,
     save_checkpoint,
 )
-from gccompress.errors import CheckpointError, PlanError
+from gccompress.errors import CheckpointError, ModelError, PlanError
 from gccompress.files import cache_folder, new_folder, refuse_non_empty
 from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model, stored_dtype
-from gccompress.moments import Moments
+from gccompress.moments import Moments, find_moments
 from gccompress.moves import build, set_mlp_width
 from gccompress.plan import DropLayers, Plan, ResizeMlp, plan_params
 from gccompress.polish import Polished, PolishOptions, replaced_parameters
@@ -86,10 +86,14 @@ def _common_width(plan: Plan) -> int | None:
 
 
 def damping_of(plan: Plan) -> Damping:
-    """Return the damping that a plan records."""
-    return Damping(
-        a=float(plan.options.get("damping_a") or 0.0), g=float(plan.options.get("damping_g") or 0.0)
-    )
+    """Return the damping that a plan records. Raises `PlanError` when it is no share."""
+    shares: list[float] = []
+    for name in ("damping_a", "damping_g"):
+        share = plan.options.get(name) or 0.0
+        if not isinstance(share, int | float) or not 0 <= share < 1:
+            raise PlanError(f"plan: options.{name} is {share!r}; wanted a share in [0, 1)")
+        shares.append(float(share))
+    return Damping(*shares)
 
 
 @dataclass(frozen=True)
@@ -183,14 +187,24 @@ def apply_plan(
     if path is not None:
         refuse_non_empty(path)
     cache = cache_folder(cache_dir)
-    loaded = open_model(
-        plan.model.name if model is None else model,
-        device=device,
-        dtype=dtype,
-        revision=plan.model.revision if model is None else None,
-        cache_dir=cache_dir,
-        trust_remote_code=trust_remote_code,
-    )
+    record = plan.calibration
+    if dtype is None and record is not None and find_moments(record.hash, cache) is None:
+        dtype = record.dtype  # the moments are made again, and come out the same only in this
+    try:
+        loaded = open_model(
+            plan.model.name if model is None else model,
+            device=device,
+            dtype=dtype,
+            revision=plan.model.revision if model is None else None,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+        )
+    except ModelError as error:
+        if model is not None:
+            raise
+        raise type(error)(
+            f"{error}; the plan names it so: if the model is elsewhere, say so with --model"
+        ) from error
     other = loaded.source.hash != plan.model.hash
     if other and not allow_other_model:
         raise PlanError(
@@ -206,16 +220,22 @@ def apply_plan(
             f"the plan is for {plan.model.layers} layers, {loaded.source.name} has "
             f"{view.num_layers}; make a plan for it"
         )
-    before = model_shape(view).total_params
+    shape = model_shape(view)
+    damping_of(plan)  # what does not fit is found before calibrating
+    plan_params(plan.moves, shape)
+    before = shape.total_params
     factoring = any(not isinstance(move, DropLayers) for move in plan.moves)
     moments = None
     if factoring:
-        if plan.calibration is None:
+        if record is None:
             raise PlanError(
                 "the plan factors matrices but names no calibration: it orders moves by weights "
                 "alone; make it again without --no-calibration"
             )
-        moments = recall(loaded, view, plan.calibration, cache)
+        if other:  # another model has moments of its own
+            moments = calibrate(loaded, view, options_of_record(record), cache).moments
+        else:
+            moments = recall(loaded, view, record, cache)
     dense = None if polish is None else copy.deepcopy(view.model)
     text = None if polish is None else _polish_text(plan, loaded, view, cache)
     compressed, jitter = compress(view, moments, plan)
@@ -230,10 +250,10 @@ def apply_plan(
     after = sum(parameter.numel() for parameter in compressed.parameters())
     written = difference = None
     if path is not None:
-        record = _provenance(plan, loaded, other)
-        record["polished"] = None if polished is None else asdict(polished)
+        provenance = _provenance(plan, loaded, other)
+        provenance["polished"] = None if polished is None else asdict(polished)
         difference = write_checkpoint(
-            compressed, loaded.tokenizer, path, record, {"plan.yaml": plan.to_yaml()}
+            compressed, loaded.tokenizer, path, provenance, {"plan.yaml": plan.to_yaml()}
         )
         written = checkpoint_bytes(path)
     return Applied(compressed, path, before, after, written, difference, jitter, polished)

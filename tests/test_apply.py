@@ -315,3 +315,49 @@ def test_polishing_is_part_of_applying_and_recorded(tmp_path: Path) -> None:
     with pytest.raises(GccompressError, match="held-out"):
         apply_plan(none, folder, tmp_path / "no", polish=wanted, cache_dir=str(tmp_path))
     assert not (tmp_path / "no").exists()
+
+
+def test_another_model_is_factored_on_its_own_moments(tmp_path: Path) -> None:
+    """Even one of other widths, for which the plan's own moments would be of no use."""
+    mine = open_model(tiny_folder(tmp_path / "mine", "llama", layers=3), cache_dir=tmp_path)
+    other = tiny_folder(tmp_path / "other", "llama", layers=3, intermediate_size=112)
+    options = CalibrationOptions("self", 256, 32, 0, 0, Fisher(True, 0))
+    record = calibrate(mine, ModelView(mine.model), options, tmp_path).record
+    plan = plan_for(mine, (LowRank(role=Role.DOWN, layer=0, rank=8),), record)
+    folder = {"allow_other_model": True, "cache_dir": str(tmp_path)}
+    apply_plan(plan, other, tmp_path / "out", **folder)
+    theirs = open_model(other, cache_dir=tmp_path)
+    own = calibrate(theirs, ModelView(theirs.model), options, tmp_path).record
+    apply_plan(plan_for(theirs, plan.moves, own), other, tmp_path / "own", cache_dir=str(tmp_path))
+    first, second = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("out", "own"))
+    assert first == second
+
+
+def test_moments_are_made_again_in_the_type_they_were_made_in(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "dense", "llama", layers=3)
+    loaded = open_model(folder, dtype="bfloat16", cache_dir=tmp_path)
+    options = CalibrationOptions("self", 256, 32, 0, 0, Fisher(True, 0))
+    record = calibrate(loaded, ModelView(loaded.model), options, tmp_path).record
+    plan = plan_for(loaded, (LowRank(role=Role.Q, layer=0, rank=8),), record)
+    assert record.dtype == "bfloat16"
+    done = apply_plan(plan, folder, tmp_path / "out", cache_dir=str(tmp_path / "empty"))
+    assert done.reload_max_abs_diff == 0.0
+
+
+def test_a_model_that_is_not_where_the_plan_says(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "dense", "llama", layers=3)
+    plan = plan_for(open_model(folder, cache_dir=tmp_path), (DropLayers(layers=(1,)),))
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(GccompressError, match="dense.*say so with --model"):
+        apply_plan(plan, out=tmp_path / "out", cache_dir=str(tmp_path))
+    done = apply_plan(plan, tmp_path / "moved", tmp_path / "out", cache_dir=str(tmp_path))
+    assert done.path == tmp_path / "out"
+
+
+@pytest.mark.parametrize("share", ["lots", 1.0, -0.1, float("nan")])
+def test_a_damping_that_is_no_share_is_refused(share: Any, tmp_path: Path) -> None:
+    loaded = open_model(tiny_model("llama", layers=3))
+    plan = plan_for(loaded, (DropLayers(layers=(1,)),))
+    plan = plan.model_copy(update={"options": {"damping_a": share}})
+    with pytest.raises(PlanError, match="options.damping_a"):
+        apply_plan(plan, loaded, tmp_path / "out", cache_dir=str(tmp_path))
