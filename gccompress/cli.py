@@ -3,9 +3,14 @@
 Exit codes: 0 done, 2 bad input, 130 interrupted, 1 a fault of gccompress (with its traceback).
 """
 
+import io
 import json
 import logging
+import os
+import shlex
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,7 +188,9 @@ def plan(
         ProbeChoice,
         typer.Option(help="Measure the chosen plan, all of them, or none on held-out text."),
     ] = ProbeChoice.chosen,
-    seed: Annotated[int, typer.Option(help="Of sampled text and labels.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of sampled text and labels.")
+    ] = 0,
     device: Device = "auto",
     dtype: DtypeOption = None,
     revision: Revision = None,
@@ -203,6 +210,8 @@ def plan(
     from gccompress.planner.weights_only import choose_from_weights
 
     budget = budget_of(keep, max_size)
+    if out.is_dir():
+        raise GccompressError(f"--out {out} is a folder; wanted the plan's file, such as plan.yaml")
     plan_options = PlanOptions(
         strategy=strategy.value,
         spaces=spaces.value,
@@ -327,7 +336,7 @@ def evaluate(
         text=text,
         tokens=tokens,
         seqlen=seqlen,
-        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (),
+        tasks=tuple(name.strip() for name in (tasks or "").split(",") if name.strip()),
         task_data=task_data,
         limit=limit,
         speed=speed,
@@ -452,7 +461,7 @@ def _finish_plan(choice: "Choice", out: Path, as_json: bool) -> None:
         print(line)
     print(f"\nPlan written to {out}.")
     if choice.plan.calibration is not None:
-        print(f"Carry it out: gccompress apply {out} -o compressed")
+        print(f"Carry it out: gccompress apply {shlex.quote(str(out))} -o compressed")
 
 
 def _show(table: Any) -> None:
@@ -464,8 +473,6 @@ def _show(table: Any) -> None:
 
 def _quiet_libraries() -> None:
     """Keep other libraries' bars and notices off stderr; their warnings still come."""
-    import os
-
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -473,10 +480,16 @@ def _quiet_libraries() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the console script. Exits with the codes of the module docstring."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # also cleans up behind itself
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name the terminal cannot show
     try:
         code = app(args=arguments, standalone_mode=False)
         if code == INTERRUPTED:  # typer turns Ctrl-C into this return value
             raise KeyboardInterrupt
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk or a reader that left can still be told
         sys.exit(code if isinstance(code, int) else 0)
     except GccompressError as error:
         print(f"gccompress: {' '.join(str(error).split())}", file=sys.stderr)
@@ -484,6 +497,13 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("gccompress: interrupted; finished stages are kept", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except OSError as error:  # disk full, no permission, a reader of our output that left
+        logging.getLogger("gccompress").debug("where it came from", exc_info=True)
+        sys.stdout = None  # or flushing it fails again at exit
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # as typer does
+        print(f"gccompress: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         code = _usage_error(error)
         if code is None:

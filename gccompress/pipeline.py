@@ -78,6 +78,7 @@ def run(
 
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     folder = Path(out)
+    options, calibration = options_of(recipe)
     record = _Record(folder, recipe)
     dense = open_model(
         recipe.model,
@@ -86,6 +87,7 @@ def run(
         revision=recipe.revision,
         cache_dir=cache_dir,
     )
+    record.begin()
     sources: list[Any] = [dense.source.hash, recipe.dtype]
 
     continuity = folder / "continuity"
@@ -94,7 +96,6 @@ def run(
     )
 
     plan_path = folder / "plan.yaml"
-    options, calibration = options_of(recipe)
     sources += [recipe.budget, recipe.calibration, recipe.plan]
     record.stage(
         "plan",
@@ -117,7 +118,7 @@ def run(
         sources,
         lambda: apply_plan(
             plan,
-            recipe.model,
+            None,  # by the name and the revision that the plan records
             checkpoint,
             polish=polish,
             device=device,
@@ -165,7 +166,7 @@ class _Record:
         if self.path.exists():
             try:
                 self.done = dict(json.loads(self.path.read_text("utf-8")))
-            except (OSError, ValueError) as error:
+            except (OSError, TypeError, ValueError) as error:
                 raise GccompressError(
                     f"{self.path}: damaged ({error}); delete it to run every stage again"
                 ) from error
@@ -173,7 +174,11 @@ class _Record:
             raise GccompressError(
                 f"{folder} exists and is not a run of a recipe; name a new or empty folder"
             )
-        write_text(folder / "recipe.yaml", recipe.to_yaml())
+        self.recipe = recipe
+
+    def begin(self) -> None:
+        """Write what the folder is a run of; until then nothing is there."""
+        write_text(self.path.with_name("recipe.yaml"), self.recipe.to_yaml())
         self._save()
 
     def stage(

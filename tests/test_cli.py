@@ -285,6 +285,11 @@ SOURCE = (*KEEP, "0.8", *PLAN, "--calibration")
         (("plan", "--model", "MODEL", "--max-size", "10kB", *PLAN), "embeddings, norms"),
         ((*KEEP, "0.01", *PLAN), "smallest this strategy reaches"),
         ((*KEEP, "0.8", "--fisher", "some"), "data+1"),
+        ((*KEEP, "0.8", "--seqlen", "0"), "--seqlen"),
+        ((*KEEP, "0.8", *PLAN, "--heldout-tokens", "-64"), "--heldout-tokens"),
+        ((*KEEP, "0.8", *PLAN, "--multiple", "999"), "--multiple"),
+        ((*KEEP, "0.8", "-o", "empty"), "a folder"),
+        ((*KEEP, "0.8", "--no-calibration", "--strategy", "prune"), "--no-calibration"),
         ((*KEEP, "0.8", "--device", "tpu"), "tpu"),
         ((*SOURCE, "none.txt"), "none.txt"),
         ((*SOURCE, "void.txt"), "empty"),
@@ -301,6 +306,9 @@ SOURCE = (*KEEP, "0.8", *PLAN, "--calibration")
         (("run", "none", "-o", "out"), "demo"),
         (("run", "void.txt", "-o", "out"), "not a recipe"),
         (("run", "typo.yaml", "-o", "out"), "did you mean 'calibration'?"),
+        (("run", "nowhere.yaml", "-o", "out"), "no-such-model"),
+        (("run", "fisher.yaml", "-o", "out"), "data+1"),
+        (("apply", "none.yaml", "-o", "out", "--polish", "1", "--polish-rate", "nan"), "rate"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -311,6 +319,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     Path("one.txt").write_text("one")
     Path("raw.txt").write_bytes(b"text\0\x01\x02")
     Path("typo.yaml").write_text("model: x\nbudget: {keep: 0.8}\ncalibratoin: {tokens: 1}\n")
+    Path("nowhere.yaml").write_text("model: no-such-model\nbudget: {keep: 0.8}\n")
+    fisher = f"model: {model}\nbudget: {{keep: 0.8}}\ncalibration: {{fisher: some}}\n"
+    Path("fisher.yaml").write_text(fisher)
     before = sorted(Path().rglob("*"))
     line = fail(capsys, *(str(model) if a == "MODEL" else a for a in arguments))
     assert message in line
@@ -367,18 +378,65 @@ def test_a_plan_for_another_model_is_refused(
     assert "unknown key 'magic'" in fail(capsys, "apply", "plan.yaml", "-o", "out")
 
 
-def _fresh_process(*arguments: object, limit: int | None = None) -> Any:
-    """Run the command line in a process of its own, file sizes limited to `limit` bytes."""
+def _fresh_process(
+    *arguments: object,
+    limit: int | None = None,
+    script: str | None = None,
+    stdout: Any = subprocess.PIPE,
+    **variables: str,
+) -> Any:
+    """Run the command line, or a script, in a process; file sizes limited to `limit` bytes."""
 
     def restrict() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     command = [sys.executable, "-m", "gccompress.cli", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    if script is not None:
+        command = [sys.executable, "-c", script]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
     return subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=restrict, env=environment, check=False
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=restrict,
+        env=environment,
+        check=False,
     )
+
+
+def test_a_name_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "mit Lücke", "llama", layers=2)
+    arguments = ("plan", "--model", folder, "--keep", 0.9, *PLAN, "-o", "plän 1.yaml")
+    done = _fresh_process(*arguments, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "Lücke" in Path("plän 1.yaml").read_text("utf-8")
+    assert "gccompress apply 'pl\\xe4n 1.yaml'" in done.stdout
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = _fresh_process("models", "--json", stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gccompress: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_terminating_is_like_interrupting_and_leaves_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_plan(capsys, model)
+    script = (
+        "import os, signal, gccompress.apply as a\n"
+        "from gccompress.cli import main\n"
+        "a.reload_difference = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "main(['apply', 'plan.yaml', '-o', 'out'])\n"
+    )
+    before = sorted(Path().iterdir())
+    done = _fresh_process(script=script)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("gccompress: interrupted")
+    assert sorted(Path().iterdir()) == before
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
