@@ -7,7 +7,7 @@ from pathlib import Path
 from gccompress.errors import GccompressError, PlanError
 from gccompress.models import LoadedModel
 from gccompress.moments import Fisher, Moments, collect_moments, find_moments
-from gccompress.plan import Calibration
+from gccompress.plan import LARGEST_SEED, Calibration
 from gccompress.text import Windows, load_windows
 from gccompress.view import ModelView
 
@@ -62,6 +62,8 @@ def calibrate(
         raise GccompressError(
             f"{options.heldout_tokens} held-out tokens; give --heldout-tokens 0 for none"
         )
+    if not 0 <= options.seed <= LARGEST_SEED:
+        raise GccompressError(f"seed {options.seed}; wanted 0 to {LARGEST_SEED}")
     count, held = options.tokens // options.seqlen, options.heldout_tokens // options.seqlen
     if count < 1:
         raise GccompressError(

@@ -3,11 +3,20 @@
 One YAML file, short enough to review. Layers count from 0 in the model as it was before the plan.
 """
 
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, assert_never
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from gccompress.errors import PlanError
 from gccompress.files import write_text
@@ -120,6 +129,11 @@ class Budget(Strict):
 
     keep: float | None = Field(default=None, gt=0, le=1)
     max_size: int | None = Field(default=None, ge=1)
+
+    @field_validator("max_size", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return bytes_of(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one(self) -> "Budget":
@@ -259,6 +273,17 @@ class Plan(Strict):
         for role, layer in taken:
             if layer in dropped:
                 raise PlanError(f"{name}: layer {layer} is dropped, yet its {role} is factored")
+
+
+def bytes_of(text: str) -> int:
+    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `ValueError`."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units:
+        raise ValueError(f"{text!r} is no size; wanted bytes such as 200MB, 1.5GiB or 123456")
+    return int(Fraction(match[1]) * units[match[2].upper()])
 
 
 def move_layers(move: AnyMove) -> tuple[int, ...]:

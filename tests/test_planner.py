@@ -27,6 +27,7 @@ from gccompress.plan import (
 )
 from gccompress.planner import STRATEGIES, PlanOptions, budget_of, choose, make_plan
 from gccompress.planner.survey import survey
+from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role
 from gccompress.view import ModelView, model_shape
 from tests.tiny import FAMILIES, tiny_folder
@@ -220,7 +221,7 @@ def test_budgets_that_no_plan_can_meet_say_the_closest(loaded: LoadedModel, cach
         choose(loaded, budget_of(None, 1000), calibration=CALIBRATION, cache_dir=cache)
 
 
-@pytest.mark.parametrize("keep", [0.0, -0.1, 1.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("keep", [0.0, -0.1, 1.1, float("nan"), float("inf"), "0.5"])
 def test_a_share_outside_zero_to_one_is_refused(keep: float) -> None:
     with pytest.raises(PlanError, match="wanted a share in"):
         budget_of(keep, None)
@@ -230,9 +231,16 @@ def test_sizes_are_read_in_the_usual_units() -> None:
     sizes = {"200MB": 200_000_000, "1.5GiB": 1_610_612_736, "123": 123, " 2 kb ": 2000, "1M": 10**6}
     for text, size in sizes.items():
         assert budget_of(None, text).max_size == size
+        assert Recipe.parse(f"model: m\nbudget: {{max_size: '{text}'}}").budget.max_size == size
+    assert budget_of(None, 3e5).max_size == 300_000
+    assert budget_of(None, "9" * 400 + "MB").max_size == int("9" * 400) * 10**6
     for text in ("", "MB", "-1MB", "1XB", "0", "1e9"):
         with pytest.raises(PlanError):
             budget_of(None, text)
+    with pytest.raises(GccompressError, match="budget.max_size.*200MB"):
+        Recipe.parse("model: m\nbudget: {max_size: much}")
+    with pytest.raises(PlanError, match="max-size"):
+        budget_of(None, float("nan"))
     with pytest.raises(PlanError, match="one budget"):
         budget_of(None, None)
     with pytest.raises(PlanError, match="one budget"):
@@ -364,6 +372,8 @@ def test_a_hopeless_prediction_is_still_a_number(
         ({"seqlen": 1}, "--seqlen to 2"),
         ({"seqlen": -3}, "--seqlen to 2"),
         ({"heldout_tokens": -1}, "--heldout-tokens 0"),
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 2**70}, "seed"),
     ],
 )
 def test_numbers_of_tokens_that_make_no_sense(
@@ -381,3 +391,12 @@ def test_held_out_tokens_below_a_window_are_said(
     options = CalibrationOptions(**{**vars(CALIBRATION), "heldout_tokens": 31})
     found = calibrate(loaded, ModelView(loaded.model), options, tmp_path)
     assert len(found.heldout) == 0 and "less than one window of 32" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"strategy": "magic"}, {"spaces": "mine"}, {"probe": "some"}, {"multiple": 0}, {"group": 1}],
+)
+def test_options_that_are_none(change: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="plan option"):
+        PlanOptions(**change)

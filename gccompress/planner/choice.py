@@ -2,12 +2,10 @@
 
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from importlib.metadata import version
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 import gccompress
 from gccompress.calibration import (
@@ -28,6 +26,7 @@ from gccompress.plan import (
     Plan,
     PlannedModel,
     Prediction,
+    bytes_of,
     plan_params,
 )
 from gccompress.planner import strategies
@@ -74,6 +73,16 @@ class PlanOptions:
     multiple: int = 32
     damping: Damping = field(default_factory=Damping)
     probe: Literal["chosen", "all", "none"] = "chosen"
+
+    def __post_init__(self) -> None:
+        """Raise `PlanError` for what is no option; the command line and recipes say it earlier."""
+        for name in ("strategy", "spaces", "probe"):
+            known = get_args(get_type_hints(PlanOptions)[name])
+            if getattr(self, name) not in known:
+                found = getattr(self, name)
+                raise PlanError(f"plan option {name} {found!r}; wanted one of {', '.join(known)}")
+        if self.longest < 1 or self.multiple < 1 or self.group < 2:
+            raise PlanError("plan options: longest and multiple are at least 1, group at least 2")
 
 
 def choose(
@@ -218,11 +227,14 @@ def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
     if (keep is None) == (max_size is None):
         raise PlanError("give one budget: --keep SHARE, such as 0.8, or --max-size BYTES")
     if keep is not None:
-        if not 0 < keep <= 1:  # also refuses NaN
-            raise PlanError(f"--keep {keep}; wanted a share in (0, 1], such as 0.8")
+        if not isinstance(keep, int | float) or not 0 < keep <= 1:  # also refuses NaN
+            raise PlanError(f"--keep {keep!r}; wanted a share in (0, 1], such as 0.8")
         return Budget(keep=keep)
     assert max_size is not None  # noqa: S101 - one of the two is given
-    size = max_size if isinstance(max_size, int) else _bytes_of(max_size)
+    try:
+        size = bytes_of(max_size) if isinstance(max_size, str) else int(max_size)
+    except (OverflowError, ValueError) as error:
+        raise PlanError(f"--max-size: {error}") from error
     if size < 1:
         raise PlanError(f"--max-size {max_size}; wanted a positive number of bytes, such as 200MB")
     return Budget(max_size=size)
@@ -243,17 +255,6 @@ def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
         text.seed,
         Fisher.parse(text.fisher),
     )
-
-
-def _bytes_of(text: str) -> int:
-    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `PlanError`."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in units:
-        raise PlanError(f"--max-size {text!r}; wanted bytes such as 200MB, 1.5GiB or 123456")
-    return int(Fraction(match[1]) * units[match[2].upper()])
 
 
 def _moves(
