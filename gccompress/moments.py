@@ -82,13 +82,13 @@ class Moments:
         self.folder = folder
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            self.hash: str = self.meta["hash"]
+            self.tokens: int = self.meta["tokens"]
+            self.influence = tuple(LayerInfluence(**one) for one in self.meta["layers"])
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise GccompressError(
                 f"{folder}: not finished moments ({error}); delete it and calibrate again"
             ) from error
-        self.hash: str = self.meta["hash"]
-        self.tokens: int = self.meta["tokens"]
-        self.influence = tuple(LayerInfluence(**one) for one in self.meta["layers"])
 
     def g(self, role: Role, layer: int) -> Tensor:
         """Return the input moment `[in, in]`, float64."""
@@ -136,7 +136,11 @@ def find_moments(calibration_hash: str, cache: Path) -> Moments | None:
     folder = cache / "moments" / calibration_hash.removeprefix("sha256:")[:32]
     if not (folder / "meta.json").exists():
         return None
-    moments = Moments(folder)
+    try:
+        moments = Moments(folder)
+    except GccompressError as error:
+        logger.warning("%s", error)
+        return None
     return moments if moments.hash == calibration_hash else None
 
 
@@ -175,7 +179,7 @@ def collect_moments(
         partial.parent.mkdir(parents=True, exist_ok=True)
         # Two runs that want the same moments: the second waits, and finds them.
         with FileLock(out.with_suffix(".lock")):
-            if not (out / "meta.json").exists():
+            if find_moments(calibration_hash, cache) is None:
                 _collect(view, windows, fisher, seed, memory, calibration_hash, partial, out)
     except (OSError, SafetensorError) as error:
         raise GccompressError(f"cannot write moments to {partial}: {error}") from error
@@ -193,7 +197,7 @@ def _collect(
     out: Path,
 ) -> None:
     """Make the folder `out` of finished moments, by way of `partial`."""
-    if out.exists():  # a folder without meta.json: left by something else than this function
+    if out.exists():  # damaged, or left by something else than this function
         shutil.rmtree(out)
     partial.mkdir(parents=True, exist_ok=True)
     per_pass = max(1, memory // _layer_bytes(view))

@@ -206,3 +206,15 @@ def test_two_at_once_do_the_work_once(tmp_path: Path, monkeypatch: pytest.Monkey
         found = list(pool.map(lambda view: collect(view, tmp_path), views))
     assert found[0].folder == found[1].folder and len(calls) == len(windows())
     assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"hash": 1, "tokens": 2, "layers": [3]}'])
+def test_damaged_moments_are_made_again(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = ModelView(tiny_model("llama", layers=LAYERS))
+    first = collect(view, tmp_path)
+    wanted = first.g(Role.Q, 1)
+    (first.folder / "meta.json").write_text(text)
+    torch.testing.assert_close(collect(view, tmp_path).g(Role.Q, 1), wanted, rtol=0, atol=0)
+    assert "not finished moments" in caplog.text

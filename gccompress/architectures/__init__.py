@@ -203,8 +203,7 @@ def refuse_config(config: Any, name: str) -> None:
     """
     if hasattr(config, "gccompress"):
         raise UnsupportedModelError(
-            f"{name} is already compressed, wanted a plain model; start from the original or "
-            "export it with --format dense"
+            f"{name} is already compressed, wanted a plain model; start from the original"
         )
     experts = [field for field in _EXPERT_FIELDS if getattr(config, field, None)]
     if experts:
