@@ -176,8 +176,11 @@ def test_auto_measures_no_worse_than_any_single_strategy(loaded: LoadedModel, ca
             for one in choice.candidates
             if one.prediction is not None and one.prediction.measured
         }
-        assert set(measured) == set(STRATEGIES)
-        assert measured["auto"] <= min(ppl for ppl in measured.values() if ppl is not None)
+        assert set(measured) == {*STRATEGIES, "rtn4", "rtn8"}
+        plans = [measured[name] for name in STRATEGIES]
+        assert measured["auto"] <= min(ppl for ppl in plans if ppl is not None)
+        dense = choice.plan.prediction.dense_ppl
+        assert measured["rtn8"] == pytest.approx(dense, rel=0.02)
 
 
 def test_without_a_probe_the_band_is_wide_and_says_so(loaded: LoadedModel, cache: str) -> None:

@@ -126,6 +126,9 @@ def choose(
     chosen = found[options.strategy]
     if isinstance(chosen, PlanError):
         raise chosen
+    if prober is not None:  # after `auto` has looked for the best of what plans can do
+        for bits in QUANTIZED_BITS:
+            prober.measure_rounded(f"rtn{bits}", bits, QUANTIZED_GROUP)
     candidates = tuple(
         _candidate(name, moves, shape, prober) for name, moves in found.items()
     ) + tuple(_quantized(bits, priced, shape, prober) for bits in QUANTIZED_BITS)
@@ -403,7 +406,8 @@ def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | No
         params=shape.total_params,
         bytes=rest * shape.bytes_per_param + int(decoder * per_weight / 8),
         loss=loss,
-        **_perplexities(prober, loss, None),
+        **_perplexities(prober, loss, prober.found[f"rtn{bits}"] if prober else None),
+        measured=prober is not None,
     )
     return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
 

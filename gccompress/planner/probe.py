@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gccompress.linalg import Damping
+from gccompress.linalg import Damping, round_to_nearest
 from gccompress.moments import Moments
 from gccompress.moves import applied
 from gccompress.plan import AnyMove
@@ -52,11 +52,29 @@ class Prober:
         plan = tuple(moves)
         if plan not in self._seen:
             with applied(self._view, self._moments, plan, self._damping):
-                rise = window_losses(self._view, self._windows) - self._dense
-            error = float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else math.nan
-            self._seen[plan] = Probe(float(rise.mean()), error)
+                self._seen[plan] = self._rise()
         self.found[strategy] = self._seen[plan]
         return self.found[strategy]
+
+    def measure_rounded(self, name: str, bits: int, group: int) -> Probe:
+        """Round every projection to nearest, score the model, and put it back."""
+        view = self._view
+        matrices = [(role, layer) for role in view.roles for layer in range(view.num_layers)]
+        originals = [view.weight(role, layer).clone() for role, layer in matrices]
+        try:
+            for (role, layer), weight in zip(matrices, originals, strict=True):
+                view.set_weight(role, layer, round_to_nearest(weight, bits, group))
+            self.found[name] = self._rise()
+        finally:
+            for (role, layer), weight in zip(matrices, originals, strict=True):
+                view.set_weight(role, layer, weight)
+        return self.found[name]
+
+    def _rise(self) -> Probe:
+        """Score the model as it is now against the dense one."""
+        rise = window_losses(self._view, self._windows) - self._dense
+        error = float(rise.std() / len(rise) ** 0.5) if len(rise) > 1 else math.nan
+        return Probe(float(rise.mean()), error)
 
 
 def window_losses(view: ModelView, windows: Windows) -> torch.Tensor:
