@@ -17,8 +17,6 @@ _WORDS = {Space.INPUT: "shares input", Space.OUTPUT: "shares output", Space.NONE
 
 def continuity_table(report: "ContinuityReport") -> Table:
     """Return the means per role, each beside its random level, and the verdict; 80 columns wide."""
-    from gccompress.continuity import RULE
-
     layers = f"{report.num_layers} layers, mean over {report.num_pairs} adjacent pairs"
     if report.num_pairs < 1:
         layers = "one layer, no adjacent pairs to compare"
@@ -27,16 +25,7 @@ def continuity_table(report: "ContinuityReport") -> Table:
     if report.has_folded:
         notes.append("folded: norm scales folded in; = where no norm stands beside the weight.")
     notes += _degenerate([report])
-    table = Table(
-        title=f"Continuity of {escape(report.model)}: {layers}",
-        caption=" ".join([*notes, RULE]),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    table.add_column("\nrole", no_wrap=True)
+    table = _role_table(f"Continuity of {escape(report.model)}: {layers}", notes)
     columns = ["\nv1", "random\nv1", "\nu1", "random\nu1", "gram\nin", "gram\nout"]
     columns += ["folded\nv1", "folded\nu1"] if report.has_folded else []
     for name in columns:
@@ -47,14 +36,12 @@ def continuity_table(report: "ContinuityReport") -> Table:
     return table
 
 
-def comparison_table(reports: Sequence["ContinuityReport"]) -> Table:
-    """Return the means of every role, model by model."""
+def _role_table(title: str, notes: Sequence[str]) -> Table:
+    """Return an empty table whose rows begin with a role, with the verdict's rule below."""
     from gccompress.continuity import RULE
 
-    notes = ["gram: alignment of the whole spectrum as a multiple of random."]
-    notes += [*_gram_error(reports), *_degenerate(reports)]
     table = Table(
-        title=f"Continuity of {len(reports)} models: means over adjacent pairs of layers",
+        title=title,
         caption=" ".join([*notes, RULE]),
         title_justify="left",
         caption_justify="left",
@@ -63,6 +50,15 @@ def comparison_table(reports: Sequence["ContinuityReport"]) -> Table:
         pad_edge=False,
     )
     table.add_column("\nrole", no_wrap=True)
+    return table
+
+
+def comparison_table(reports: Sequence["ContinuityReport"]) -> Table:
+    """Return the means of every role, model by model."""
+    notes = ["gram: alignment of the whole spectrum as a multiple of random."]
+    notes += [*_gram_error(reports), *_degenerate(reports)]
+    title = f"Continuity of {len(reports)} models: means over adjacent pairs of layers"
+    table = _role_table(title, notes)
     table.add_column("\nmodel", overflow="fold")
     for name in ("\nv1", "random\nv1", "\nu1", "random\nu1", "gram\nin", "gram\nout"):
         table.add_column(name, justify="right", no_wrap=True)
