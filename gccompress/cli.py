@@ -7,36 +7,42 @@ import io
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from gccompress.cli_options import (
     AsJson,
     CacheDir,
     Device,
-    Dtype,
     DtypeOption,
     Model,
-    ProbeChoice,
     Revision,
-    Spaces,
-    Strategy,
     TrustRemoteCode,
+    show,
 )
+from gccompress.cli_plan import app as plan_app
 from gccompress.errors import GccompressError
-
-if TYPE_CHECKING:
-    from gccompress.planner import Choice
 
 INTERRUPTED = 130
 
+
+class _InOrder(TyperGroup):
+    """Lists the commands in the order in which they are used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return `plan` behind `analyze`; typer puts a command that has others in it first."""
+        rest = [name for name in super().list_commands(ctx) if name != "plan"]
+        return [*rest[:1], "plan", *rest[1:]]
+
+
 app = typer.Typer(
+    cls=_InOrder,
     help="""Make a language model smaller, and know beforehand what it costs.
 
 The usual path: [bold]analyze[/bold] shows which projections point the same way in adjacent
@@ -125,124 +131,12 @@ def analyze(
     if as_json:
         print(report.to_json())
         return
-    _show(report.table())
+    show(report.table())
     if out is not None:
         print(f"Written to {out}")
 
 
-@app.command()
-def plan(
-    model: Annotated[str, typer.Option(help="Alias, hub id, local folder or .gguf file.")],
-    keep: Annotated[
-        float | None,
-        typer.Option(help="Share of decoder-projection parameters to keep, in (0, 1]."),
-    ] = None,
-    max_size: Annotated[
-        str | None, typer.Option(help="Bytes of the whole checkpoint, such as 200MB or 1.5GiB.")
-    ] = None,
-    strategy: Annotated[
-        Strategy,
-        typer.Option(
-            help="auto: every move at one price; ranks: only factored matrices, ranks and bases at "
-            "one price; width: only fewer MLP neurons; plain: layers dropped, one width for all, "
-            "a stock model that loads everywhere; share: one basis per group of layers; "
-            "lowrank: every matrix alone, alike; prune: drop layers."
-        ),
-    ] = Strategy.auto,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The plan's file.")] = Path("plan.yaml"),
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="self (sampled from the model: no download), wikitext2, a text or JSONL file "
-            "(.gz and .xz too), or a hub data set."
-        ),
-    ] = "self",
-    no_calibration: Annotated[
-        bool,
-        typer.Option(
-            "--no-calibration",
-            help="Stream the weights only: an ordering by lost weight energy, no perplexity, in "
-            "the memory of two matrices.",
-        ),
-    ] = False,
-    calibration_tokens: Annotated[
-        int, typer.Option(help="Tokens that go into the moments.")
-    ] = 16384,
-    heldout_tokens: Annotated[
-        int, typer.Option(help="Further tokens, on which the plan is tried in memory.")
-    ] = 4096,
-    seqlen: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    fisher: Annotated[
-        str,
-        typer.Option(help="Gradients of the text's own labels and of N sampled ones: data+N."),
-    ] = "data+1",
-    spaces: Annotated[
-        Spaces, typer.Option(help="Share the spaces measured on this model, or the paper's.")
-    ] = Spaces.measured,
-    longest: Annotated[
-        int, typer.Option(min=1, help="auto: most adjacent layers on one basis.")
-    ] = 3,
-    group: Annotated[int, typer.Option(min=2, help="share: layers on one basis.")] = 2,
-    multiple: Annotated[int, typer.Option(min=1, help="Ranks are multiples of this.")] = 32,
-    probe: Annotated[
-        ProbeChoice,
-        typer.Option(help="Measure the chosen plan, all of them, or none on held-out text."),
-    ] = ProbeChoice.chosen,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of sampled text and labels.")
-    ] = 0,
-    device: Device = "auto",
-    dtype: DtypeOption = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compare every way to meet a budget and write the chosen one as a plan to review.
-
-    Nothing is written but the plan. Moments and spectra are cached: another budget takes seconds.
-
-    Example: gccompress plan --model smollm2-135m --keep 0.8 -o plan.yaml
-    """
-    from gccompress.calibration import CalibrationOptions
-    from gccompress.moments import Fisher
-    from gccompress.planner import PlanOptions, budget_of, choose
-    from gccompress.planner.weights_only import choose_from_weights
-
-    budget = budget_of(keep, max_size)
-    if out.is_dir():
-        raise GccompressError(f"--out {out} is a folder; wanted the plan's file, such as plan.yaml")
-    plan_options = PlanOptions(
-        strategy=strategy.value,
-        spaces=spaces.value,
-        longest=longest,
-        group=group,
-        multiple=multiple,
-        probe=probe.value,
-    )
-    if no_calibration:
-        choice = choose_from_weights(
-            model,
-            budget,
-            options=plan_options,
-            device=device,
-            revision=revision,
-            cache_dir=cache_dir,
-        )
-        _finish_plan(choice, out, as_json)
-        return
-    calibration_options = CalibrationOptions(
-        calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
-    )
-    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
-    choice = choose(
-        loaded,
-        budget,
-        options=plan_options,
-        calibration=calibration_options,
-        cache_dir=cache_dir,
-    )
-    _finish_plan(choice, out, as_json)
+app.add_typer(plan_app, name="plan")
 
 
 @app.command()
@@ -291,7 +185,7 @@ def apply(
     if as_json:
         print(json.dumps(done.to_dict()))
         return
-    _show(done.table())
+    show(done.table())
     _print_how_to_load(out)
 
 
@@ -351,7 +245,7 @@ def evaluate(
     if as_json:
         print(result.to_json())
         return
-    _show(result.table())
+    show(result.table())
 
 
 @app.command()
@@ -406,7 +300,7 @@ def models(as_json: AsJson = False) -> None:
         table.add_column(column, justify="right" if column == "parameters" else "left")
     for alias in aliases:
         table.add_row(alias.name, alias.hub_id, alias.family, f"{alias.params:.3g}", alias.note)
-    _show(table)
+    show(table)
 
 
 def _run(recipe: str, out: Path, device: str, cache_dir: str | None, as_json: bool) -> None:
@@ -416,30 +310,10 @@ def _run(recipe: str, out: Path, device: str, cache_dir: str | None, as_json: bo
     if as_json:
         print(json.dumps(done.to_dict()))
         return
-    _show(done.evaluation.table())
+    show(done.evaluation.table())
     for label, continuation in done.evaluation.continuations.items():
         print(f"\n{label}: {continuation}")
     _print_how_to_load(done.checkpoint)
-
-
-def _open(
-    model: str,
-    device: str,
-    dtype: Dtype | None,
-    revision: str | None,
-    cache_dir: str | None,
-    trust_remote_code: bool,
-) -> Any:
-    from gccompress.models import open_model
-
-    return open_model(
-        model,
-        device=device,
-        dtype=None if dtype is None else dtype.value,
-        revision=revision,
-        cache_dir=cache_dir,
-        trust_remote_code=trust_remote_code,
-    )
 
 
 def _print_how_to_load(checkpoint: Path) -> None:
@@ -447,28 +321,6 @@ def _print_how_to_load(checkpoint: Path) -> None:
     print("  import gccompress")
     print("  from transformers import AutoModelForCausalLM")
     print(f"  model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")
-
-
-def _finish_plan(choice: "Choice", out: Path, as_json: bool) -> None:
-    """Write the plan; print the comparison, what the plan does and what it is expected to cost."""
-    choice.plan.save(out)
-    if as_json:
-        print(json.dumps(choice.to_dict(out)))
-        return
-    _show(choice.table())
-    print()
-    for line in choice.sentences():
-        print(line)
-    print(f"\nPlan written to {out}.")
-    if choice.plan.calibration is not None:
-        print(f"Carry it out: gccompress apply {shlex.quote(str(out))} -o compressed")
-
-
-def _show(table: Any) -> None:
-    from rich.console import Console
-
-    # Off a terminal rich would cut at 80 columns, in the middle of numbers.
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def _quiet_libraries() -> None:

@@ -1,7 +1,8 @@
-"""Arguments and options that several commands share, with the words that explain them."""
+"""What several commands share: arguments and options with their words, and how tables print."""
 
+import sys
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,3 +63,11 @@ class ProbeChoice(StrEnum):
     chosen = "chosen"
     all = "all"
     none = "none"
+
+
+def show(table: Any) -> None:
+    """Print a rich table on stdout."""
+    from rich.console import Console
+
+    # Off a terminal rich would cut at 80 columns, in the middle of numbers.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -1,0 +1,195 @@
+"""`gccompress plan` and its sub-commands: thin."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gccompress.cli_options import (
+    AsJson,
+    CacheDir,
+    Device,
+    Dtype,
+    DtypeOption,
+    ProbeChoice,
+    Revision,
+    Spaces,
+    Strategy,
+    TrustRemoteCode,
+    show,
+)
+from gccompress.errors import GccompressError
+
+if TYPE_CHECKING:
+    from gccompress.planner import Choice
+
+app = typer.Typer(rich_markup_mode="rich")
+
+
+@app.callback(invoke_without_command=True)
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Alias, hub id, local folder or .gguf file; always needed.")
+    ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(help="Share of decoder-projection parameters to keep, in (0, 1]."),
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Bytes of the whole checkpoint, such as 200MB or 1.5GiB.")
+    ] = None,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            help="auto: every move at one price; ranks: only factored matrices, ranks and bases at "
+            "one price; width: only fewer MLP neurons; plain: layers dropped, one width for all, "
+            "a stock model that loads everywhere; share: one basis per group of layers; "
+            "lowrank: every matrix alone, alike; prune: drop layers."
+        ),
+    ] = Strategy.auto,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The plan's file.")] = Path("plan.yaml"),
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="self (sampled from the model: no download), wikitext2, a text or JSONL file "
+            "(.gz and .xz too), or a hub data set."
+        ),
+    ] = "self",
+    no_calibration: Annotated[
+        bool,
+        typer.Option(
+            "--no-calibration",
+            help="Stream the weights only: an ordering by lost weight energy, no perplexity, in "
+            "the memory of two matrices.",
+        ),
+    ] = False,
+    calibration_tokens: Annotated[
+        int, typer.Option(help="Tokens that go into the moments.")
+    ] = 16384,
+    heldout_tokens: Annotated[
+        int, typer.Option(help="Further tokens, on which the plan is tried in memory.")
+    ] = 4096,
+    seqlen: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    fisher: Annotated[
+        str,
+        typer.Option(help="Gradients of the text's own labels and of N sampled ones: data+N."),
+    ] = "data+1",
+    spaces: Annotated[
+        Spaces, typer.Option(help="Share the spaces measured on this model, or the paper's.")
+    ] = Spaces.measured,
+    longest: Annotated[
+        int, typer.Option(min=1, help="auto: most adjacent layers on one basis.")
+    ] = 3,
+    group: Annotated[int, typer.Option(min=2, help="share: layers on one basis.")] = 2,
+    multiple: Annotated[int, typer.Option(min=1, help="Ranks are multiples of this.")] = 32,
+    probe: Annotated[
+        ProbeChoice,
+        typer.Option(help="Measure the chosen plan, all of them, or none on held-out text."),
+    ] = ProbeChoice.chosen,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of sampled text and labels.")
+    ] = 0,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every way to meet a budget and write the chosen one as a plan to review.
+
+    Nothing is written but the plan. Moments and spectra are cached: another budget takes seconds.
+
+    Example: gccompress plan --model smollm2-135m --keep 0.8 -o plan.yaml
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    if model is None:
+        context.fail("Missing option '--model'.")
+    from gccompress.calibration import CalibrationOptions
+    from gccompress.moments import Fisher
+    from gccompress.planner import PlanOptions, budget_of, choose
+    from gccompress.planner.weights_only import choose_from_weights
+
+    budget = budget_of(keep, max_size)
+    if out.is_dir():
+        raise GccompressError(f"--out {out} is a folder; wanted the plan's file, such as plan.yaml")
+    plan_options = PlanOptions(
+        strategy=strategy.value,
+        spaces=spaces.value,
+        longest=longest,
+        group=group,
+        multiple=multiple,
+        probe=probe.value,
+    )
+    if no_calibration:
+        choice = choose_from_weights(
+            model,
+            budget,
+            options=plan_options,
+            device=device,
+            revision=revision,
+            cache_dir=cache_dir,
+        )
+        _finish_plan(choice, out, as_json)
+        return
+    calibration_options = CalibrationOptions(
+        calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
+    )
+    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
+    choice = choose(
+        loaded,
+        budget,
+        options=plan_options,
+        calibration=calibration_options,
+        cache_dir=cache_dir,
+    )
+    _finish_plan(choice, out, as_json)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Refuse options of `plan` itself in front of a sub-command, which would not see them."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            context.fail(f"{option} is no option of 'plan {context.invoked_subcommand}'.")
+
+
+def _open(
+    model: str,
+    device: str,
+    dtype: Dtype | None,
+    revision: str | None,
+    cache_dir: str | None,
+    trust_remote_code: bool,
+) -> Any:
+    from gccompress.models import open_model
+
+    return open_model(
+        model,
+        device=device,
+        dtype=None if dtype is None else dtype.value,
+        revision=revision,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _finish_plan(choice: "Choice", out: Path, as_json: bool) -> None:
+    """Write the plan; print the comparison, what the plan does and what it is expected to cost."""
+    choice.plan.save(out)
+    if as_json:
+        print(json.dumps(choice.to_dict(out)))
+        return
+    show(choice.table())
+    print()
+    for line in choice.sentences():
+        print(line)
+    print(f"\nPlan written to {out}.")
+    if choice.plan.calibration is not None:
+        print(f"Carry it out: gccompress apply {shlex.quote(str(out))} -o compressed")
