@@ -3,8 +3,6 @@
 One YAML file, short enough to review. Layers count from 0 in the model as it was before the plan.
 """
 
-import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, assert_never
 
@@ -23,6 +21,7 @@ from gccompress.files import write_text
 from gccompress.roles import MLP, SAME_INPUT, WRITES_RESIDUAL, Role
 from gccompress.sizes import (
     ModelShape,
+    bytes_of,
     low_rank_params,
     shared_input_params,
     shared_output_params,
@@ -119,7 +118,10 @@ class MoveError(PlanError):
 
 
 class PlannedModel(Strict):
-    """The model a plan was made for, by name, content hash and size."""
+    """The model a plan was made for, by name, content hash and sizes.
+
+    `matrices` is `[out, in]` of each role's weight, so that a plan can be read without its model.
+    """
 
     name: str
     hash: str
@@ -128,6 +130,7 @@ class PlannedModel(Strict):
     layers: int = Field(ge=1)
     decoder_params: int = Field(ge=1)
     total_params: int = Field(ge=1)
+    matrices: dict[Role, tuple[int, int]] | None = None
 
 
 class Calibration(Strict):
@@ -211,7 +214,7 @@ class Plan(Strict):
     def to_yaml(self) -> str:
         """Return the plan as YAML, one line per move."""
         fields = self.model_dump(mode="json", exclude={"moves"})
-        head = yaml.safe_dump(fields, sort_keys=False, width=100, allow_unicode=True)
+        head = yaml.dump(fields, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
         lines = [
             "- "
             + yaml.safe_dump(_short(move), sort_keys=False, default_flow_style=True, width=10_000)
@@ -296,17 +299,6 @@ class Plan(Strict):
             if layer in dropped:
                 why = f"layer {layer} is dropped, yet its {role} is replaced here"
                 refuse(number, f"{why}; leave one")
-
-
-def bytes_of(text: str) -> int:
-    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `ValueError`."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in units:
-        raise ValueError(f"{text!r} is no size; wanted bytes such as 200MB, 1.5GiB or 123456")
-    return int(Fraction(match[1]) * units[match[2].upper()])
 
 
 def move_layers(move: AnyMove) -> tuple[int, ...]:
@@ -419,6 +411,18 @@ def _sharing_fault(move: AnyMove) -> str:
 
 def _names(roles: tuple[Role, ...]) -> str:
     return ", ".join(role.value for role in roles)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that writes the two numbers of a shape on one line."""
+
+
+_Dumper.add_representer(
+    list,
+    lambda dumper, value: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", value, flow_style=all(isinstance(one, int) for one in value)
+    ),
+)
 
 
 def _short(move: AnyMove) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from gccompress.plan import (
     Plan,
     PlannedModel,
     Prediction,
-    bytes_of,
     plan_params,
 )
 from gccompress.planner import strategies
@@ -36,7 +35,7 @@ from gccompress.planner.probe import Probe, Prober
 from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Survey, survey
 from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role, Space
-from gccompress.sizes import ModelShape
+from gccompress.sizes import ModelShape, bytes_of
 from gccompress.view import ModelView, model_shape
 
 logger = logging.getLogger(__name__)
@@ -368,20 +367,20 @@ def _candidate(
         params=total,
         bytes=total * shape.bytes_per_param,
         loss=loss,
-        **_perplexities(prober, loss, probe),
+        **perplexities(prober.dense_nll if prober else None, loss, probe),
         measured=probe is not None,
     )
     before = shape.decoder_params() + shape.head_params
     return Candidate(strategy, tuple(moves), prediction, before / (decoder + shape.head_params))
 
 
-def _perplexities(prober: Prober | None, loss: float, probe: Probe | None) -> dict[str, float]:
-    """Return dense, expected, low and high perplexity; nothing without held-out text.
+def perplexities(dense_nll: float | None, loss: float, probe: Probe | None) -> dict[str, float]:
+    """Return dense, expected, low and high perplexity; nothing where the dense NLL is unknown.
 
     Probed: the measurement and two standard errors. Otherwise the second-order prediction times
     the range of ratios that docs/method.md measured.
     """
-    if prober is None:
+    if dense_nll is None:
         return {}
     if probe is None:
         low, middle, high = (loss * scale for scale in UNPROBED_SCALE)
@@ -390,9 +389,7 @@ def _perplexities(prober: Prober | None, loss: float, probe: Probe | None) -> di
         low, middle, high = probe.rise - margin, probe.rise, probe.rise + margin
     rises = {"dense_ppl": 0.0, "ppl": middle, "ppl_low": low, "ppl_high": high}
     # Bounded: the second order of a hopeless plan is beyond what a float can hold as perplexity.
-    return {
-        name: math.exp(min(prober.dense_nll + rise, LARGEST_NLL)) for name, rise in rises.items()
-    }
+    return {name: math.exp(min(dense_nll + rise, LARGEST_NLL)) for name, rise in rises.items()}
 
 
 def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | None) -> Candidate:
@@ -401,12 +398,17 @@ def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | No
     rest = shape.total_params - decoder
     per_weight = bits + (16 + bits) / QUANTIZED_GROUP
     loss = priced.quantized[bits]
+    dense_nll, probe = (prober.dense_nll, prober.found[f"rtn{bits}"]) if prober else (None, None)
     prediction = Prediction(
         params_kept=1.0,
         params=shape.total_params,
         bytes=rest * shape.bytes_per_param + int(decoder * per_weight / 8),
         loss=loss,
-        **_perplexities(prober, loss, prober.found[f"rtn{bits}"] if prober else None),
+        **perplexities(
+            prober.dense_nll if prober else None,
+            loss,
+            prober.found[f"rtn{bits}"] if prober else None,
+        ),
         measured=prober is not None,
     )
     return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
@@ -421,6 +423,7 @@ def _planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> P
         layers=shape.layers,
         decoder_params=shape.decoder_params(),
         total_params=shape.total_params,
+        matrices=shape.matrices,
     )
 
 
