@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from gccompress.errors import PlanError
+from gccompress.errors import MoveError, PlanError
 from gccompress.files import write_text
 from gccompress.roles import MLP, SAME_INPUT, WRITES_RESIDUAL, Role
 from gccompress.sizes import (
@@ -97,24 +97,6 @@ AnyMove = Annotated[
     DropLayers | LowRank | ShareInput | ShareOutput | ResizeMlp, Field(discriminator="do")
 ]
 Factoring = LowRank | ShareInput | ShareOutput
-
-
-class MoveError(PlanError):
-    """A move that contradicts the plan or the model.
-
-    Attributes:
-        number: its place in the plan, from 0.
-    """
-
-    def __init__(self, name: str, number: int, move: AnyMove, why: str) -> None:
-        """Say why, naming the plan, the move and what it does."""
-        self.number = number
-        self._name, self._what = name, f"moves[{number}] ({move.do}): {why}"
-        super().__init__(f"{name}: {self._what}")
-
-    def at(self, line: int) -> PlanError:
-        """Return the error with the line of the file on which the move stands."""
-        return PlanError(f"{self._name}: line {line}: {self._what}")
 
 
 class PlannedModel(Strict):
@@ -234,15 +216,7 @@ class Plan(Strict):
             PlanError: not there, not YAML, not a plan, an unknown key, another version, or
                 moves that contradict each other.
         """
-        text = read_yaml_text(
-            Path(path),
-            kind="plan",
-            largest=LARGEST_PLAN_FILE,
-            hint="a plan.yaml",
-            missing="make one: gccompress plan --model MODEL",
-            error=PlanError,
-        )
-        return cls.parse(text, str(path))
+        return cls.parse(read_plan_text(path), str(path))
 
     @classmethod
     def parse(cls, text: str, name: str = "plan") -> "Plan":
@@ -274,7 +248,7 @@ class Plan(Strict):
         dropped: dict[int, int] = {}
 
         def refuse(number: int, why: str) -> NoReturn:
-            raise MoveError(name, number, self.moves[number], why)
+            raise MoveError(name, number, self.moves[number].do, why)
 
         for number, move in enumerate(self.moves):
             for layer in move_layers(move):
@@ -299,6 +273,18 @@ class Plan(Strict):
             if layer in dropped:
                 why = f"layer {layer} is dropped, yet its {role} is replaced here"
                 refuse(number, f"{why}; leave one")
+
+
+def read_plan_text(path: str | Path) -> str:
+    """Return the text of a plan's file. Raises `PlanError` when there is none to read."""
+    return read_yaml_text(
+        Path(path),
+        kind="plan",
+        largest=LARGEST_PLAN_FILE,
+        hint="a plan.yaml",
+        missing="make one: gccompress plan --model MODEL",
+        error=PlanError,
+    )
 
 
 def move_layers(move: AnyMove) -> tuple[int, ...]:

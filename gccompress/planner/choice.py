@@ -136,7 +136,7 @@ def choose(
     plan = Plan(
         strategy=options.strategy,
         budget=budget,
-        model=_planned_model(loaded, view, shape),
+        model=planned_model(loaded, view, shape),
         calibration=calibrated.record,
         prediction=prediction,
         options=_recorded(options),
@@ -414,7 +414,8 @@ def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | No
     return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
 
 
-def _planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> PlannedModel:
+def planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> PlannedModel:
+    """Return what a plan records of its model."""
     return PlannedModel(
         name=loaded.source.name,
         hash=loaded.source.hash,
