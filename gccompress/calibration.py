@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gccompress.errors import GccompressError, PlanError
+from gccompress.files import cache_folder
 from gccompress.models import LoadedModel
 from gccompress.moments import Fisher, Moments, collect_moments, find_moments, moments_hash
 from gccompress.plan import LARGEST_SEED, Calibration
+from gccompress.processes import main_first
 from gccompress.text import Windows, load_windows
 from gccompress.view import ModelView
 
@@ -75,13 +77,15 @@ def read_windows(
             "%d held-out tokens are less than one window of %d, so no plan will be measured",
             *(options.heldout_tokens, options.seqlen),
         )
-    windows = load_windows(
-        options.source,
-        loaded,
-        seqlen=options.seqlen,
-        tokens=(count + held) * options.seqlen,
-        seed=options.seed,
-        cache_dir=cache,
+    windows = main_first(
+        lambda: load_windows(
+            options.source,
+            loaded,
+            seqlen=options.seqlen,
+            tokens=(count + held) * options.seqlen,
+            seed=options.seed,
+            cache_dir=cache,
+        )
     )
     return windows.slice(0, count), windows.slice(count, count + held)
 
@@ -90,6 +94,8 @@ def calibrate(
     loaded: LoadedModel, view: ModelView, options: CalibrationOptions, cache: Path
 ) -> Calibrated:
     """Read the text, collect the moments (from the cache if there), hold out the rest.
+
+    All processes that have joined (`processes`) must call it; each does its share.
 
     Raises:
         GccompressError: fewer than one window asked for, or less than nothing held out.
@@ -115,6 +121,11 @@ def calibrate(
         dtype=str(view.model.dtype).removeprefix("torch."),
     )
     return Calibrated(moments, used, heldout, record)
+
+
+def assist(loaded: LoadedModel, options: CalibrationOptions, cache_dir: str | None = None) -> None:
+    """Do this process's share of a calibration that the main process plans with."""
+    calibrate(loaded, ModelView(loaded.model), options, cache_folder(cache_dir))
 
 
 def options_of_record(record: Calibration) -> CalibrationOptions:

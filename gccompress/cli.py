@@ -28,6 +28,7 @@ from gccompress.cli_options import (
 )
 from gccompress.cli_plan import app as plan_app
 from gccompress.errors import GccompressError
+from gccompress.processes import refuse_several
 
 INTERRUPTED = 130
 
@@ -69,6 +70,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress, only warnings.")
     ] = False,
@@ -85,6 +87,8 @@ def options(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("gccompress").setLevel(level)
     _quiet_libraries()
+    if context.invoked_subcommand not in (None, "plan"):
+        refuse_several(str(context.invoked_subcommand))
 
 
 @app.command()

@@ -112,7 +112,7 @@ def test_interrupted_calibration_goes_on_and_ends_in_the_same_bytes(
     monkeypatch.setattr(module, "SAVE_EVERY_SECONDS", -1.0)
     view = ModelView(tiny_model("llama", layers=LAYERS))
     whole = collect(view, tmp_path / "whole", fisher=Fisher(True, 1), memory=memory)
-    backward, calls = module._backward, 0
+    backward, calls = module.add_gradients, 0
 
     def dies(*args: Any) -> None:
         nonlocal calls
@@ -121,7 +121,7 @@ def test_interrupted_calibration_goes_on_and_ends_in_the_same_bytes(
             raise KeyboardInterrupt
         backward(*args)
 
-    monkeypatch.setattr(module, "_backward", dies)
+    monkeypatch.setattr(module, "add_gradients", dies)
     attempts = 0
     while True:
         attempts += 1
@@ -195,13 +195,13 @@ def test_fisher_is_parsed_or_refused(text: str) -> None:
 
 
 def test_two_at_once_do_the_work_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward, calls = module._backward, []
+    backward, calls = module.add_gradients, []
 
     def count(*args: Any) -> None:
         calls.append(args)
         backward(*args)
 
-    monkeypatch.setattr(module, "_backward", count)
+    monkeypatch.setattr(module, "add_gradients", count)
     views = [ModelView(tiny_model("llama", layers=LAYERS)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda view: collect(view, tmp_path), views))
