@@ -96,6 +96,7 @@ class Choice:
             yield f"Perplexity on held-out calibration text: {_range(found)}, {how}."
         elif self.plan.calibration is not None:
             yield "No held-out text was asked for, so no perplexity is predicted."
+        yield from (f"{found}." for found in self.plan.findings)
         for note in self.plan.notes:
             yield f"Note: {note}."
 
