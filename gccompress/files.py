@@ -1,14 +1,20 @@
 """Files on disk: the cache folder, content hashes, and writes that are whole or not there."""
 
 import hashlib
+import json
+import logging
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gccompress.errors import GccompressError
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path:
@@ -49,13 +55,16 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `out` that becomes `out` when the block ends without error.
 
     Raises `GccompressError` when `out` is not empty or the disk refuses (full, read-only).
-    On any error the temporary folder is removed and `out` is as it was.
+    On any error the temporary folder is removed and `out` is as it was. Those that killed
+    processes of this machine left behind for the same `out` are removed first.
     """
     refuse_non_empty(out)
     temporary: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
+        _remove_stale(out)
+        prefix = f".{out.name}.{os.getpid()}-{_machine()}."
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=out.parent))
         temporary.chmod(0o755)
         yield temporary
         if out.is_dir():
@@ -66,6 +75,36 @@ def new_folder(out: Path) -> Iterator[Path]:
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove the temporary folders for `out` whose process is gone from this machine."""
+    ours = re.compile(re.escape(f".{out.name}.") + rf"(\d+)-{_machine()}\.[a-z0-9_]{{8}}\.tmp")
+    for entry in os.scandir(out.parent):
+        found = ours.fullmatch(entry.name)
+        if found and entry.is_dir(follow_symlinks=False) and not _runs(int(found[1])):
+            logger.warning("%s: removed, left behind by a process that was killed", entry.path)
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _machine() -> str:
+    """Return a name for where process ids mean the same: this host and, on Linux, container."""
+    namespace = Path("/proc/self/ns/pid")
+    where = [socket.gethostname(), os.readlink(namespace) if namespace.is_symlink() else ""]
+    return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:8]
+
+
+def _runs(pid: int) -> bool:
+    """Return False only where a process is known to be gone."""
+    if os.name != "posix":  # elsewhere signal 0 is none
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 @contextmanager

@@ -6,7 +6,7 @@ One YAML file, short enough to review. Layers count from 0 in the model as it wa
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, Any, Literal, NoReturn, assert_never
 
 import yaml
 from pydantic import (
@@ -27,6 +27,7 @@ from gccompress.sizes import (
     shared_input_params,
     shared_output_params,
 )
+from gccompress.yaml_files import line_of, load_yaml, read_yaml_text
 
 PLAN_VERSION = 1
 LARGEST_SEED = 2**32 - 1  # of calibration; text that is scored has a larger one
@@ -109,6 +110,24 @@ AnyMove = Annotated[
     DropLayers | LowRank | ShareInput | ShareOutput | ResizeMlp, Field(discriminator="do")
 ]
 Factoring = LowRank | ShareInput | ShareOutput
+
+
+class MoveError(PlanError):
+    """A move that contradicts the plan or the model.
+
+    Attributes:
+        number: its place in the plan, from 0.
+    """
+
+    def __init__(self, name: str, number: int, move: AnyMove, why: str) -> None:
+        """Say why, naming the plan, the move and what it does."""
+        self.number = number
+        self._name, self._what = name, f"moves[{number}] ({move.do}): {why}"
+        super().__init__(f"{name}: {self._what}")
+
+    def at(self, line: int) -> PlanError:
+        """Return the error with the line of the file on which the move stands."""
+        return PlanError(f"{self._name}: line {line}: {self._what}")
 
 
 class PlannedModel(Strict):
@@ -239,25 +258,20 @@ class Plan(Strict):
             PlanError: not there, not YAML, not a plan, an unknown key, another version, or
                 moves that contradict each other.
         """
-        path = Path(path)
-        try:
-            if path.stat().st_size > LARGEST_PLAN_FILE:
-                raise PlanError(f"{path}: larger than any plan; wanted a plan.yaml")
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise PlanError(f"no plan at {path}; make one: gccompress plan --model MODEL") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: not readable as a plan ({error})") from error
+        text = read_yaml_text(
+            Path(path),
+            kind="plan",
+            largest=LARGEST_PLAN_FILE,
+            hint="a plan.yaml",
+            missing="make one: gccompress plan --model MODEL",
+            error=PlanError,
+        )
         return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: str, name: str = "plan") -> "Plan":
         """Read a plan from YAML text; errors name `name`. Raises `PlanError`."""
-        try:
-            data = load_yaml(text)
-        except yaml.YAMLError as error:
-            where = " ".join(str(error).split())
-            raise PlanError(f"{name}: not YAML: {where}") from error
+        data = load_yaml(text, name, PlanError)
         if not isinstance(data, dict) or data.get("format") != "gccompress-plan":
             raise PlanError(
                 f"{name}: not a plan; wanted YAML beginning with 'format: gccompress-plan'"
@@ -270,36 +284,45 @@ class Plan(Strict):
         try:
             plan = cls.model_validate(data)
         except ValidationError as error:
-            raise PlanError(f"{name}: {_first_error(error, data)}") from error
-        plan.check_moves(name)
+            place, fault = _first_error(error)
+            raise PlanError(f"{name}: line {line_of(text, place)}: {fault}") from error
+        try:
+            plan.check_moves(name)
+        except MoveError as error:
+            raise error.at(line_of(text, ("moves", error.number))) from None
         return plan
 
     def check_moves(self, name: str = "plan") -> None:
-        """Raise `PlanError` when a move names a layer that is not there, or a matrix twice."""
+        """Raise `MoveError` when a move names a layer that is not there, or a matrix twice."""
         taken: dict[tuple[Role, int], int] = {}
-        dropped: set[int] = set()
+        dropped: dict[int, int] = {}
+
+        def refuse(number: int, why: str) -> NoReturn:
+            raise MoveError(name, number, self.moves[number], why)
+
         for number, move in enumerate(self.moves):
-            what = f"{name}: moves[{number}] ({move.do})"
             for layer in move_layers(move):
                 if not 0 <= layer < self.model.layers:
-                    raise PlanError(f"{what}: layer {layer} is not in 0..{self.model.layers - 1}")
+                    refuse(number, f"layer {layer} is not in 0..{self.model.layers - 1}")
             if isinstance(move, DropLayers):
-                if len(set(move.layers)) != len(move.layers) or dropped & set(move.layers):
-                    raise PlanError(f"{what}: a layer is dropped twice")
-                dropped |= set(move.layers)
-            _check_sharing(move, what)
-            for matrix in move_matrices(move):
-                if matrix in taken:
-                    raise PlanError(
-                        f"{what}: layer {matrix[1]} {matrix[0]} is already in "
-                        f"moves[{taken[matrix]}]; leave one"
-                    )
-                taken[matrix] = number
+                if len(set(move.layers)) != len(move.layers) or dropped.keys() & set(move.layers):
+                    refuse(number, "a layer is dropped twice")
+                dropped |= dict.fromkeys(move.layers, number)
+            fault = _sharing_fault(move)
+            if fault:
+                refuse(number, fault)
+            for role, layer in move_matrices(move):
+                if (role, layer) in taken:
+                    other = taken[role, layer]
+                    refuse(number, f"layer {layer} {role} is already in moves[{other}]; leave one")
+                taken[role, layer] = number
         if len(dropped) == self.model.layers:
-            raise PlanError(f"{name}: drops all {self.model.layers} layers; leave at least one")
-        for role, layer in taken:
+            last = max(dropped.values())
+            refuse(last, f"the plan drops all {self.model.layers} layers; leave at least one")
+        for (role, layer), number in taken.items():
             if layer in dropped:
-                raise PlanError(f"{name}: layer {layer} is dropped, yet its {role} is factored")
+                why = f"layer {layer} is dropped, yet its {role} is replaced here"
+                refuse(number, f"{why}; leave one")
 
 
 def bytes_of(text: str) -> int:
@@ -404,20 +427,21 @@ def plan_params(moves: tuple[AnyMove, ...], shape: ModelShape) -> tuple[int, int
     return decoder, total
 
 
-def _check_sharing(move: AnyMove, what: str) -> None:
-    """Raise when the matrices of a shared basis do not have one space in common."""
+def _sharing_fault(move: AnyMove) -> str:
+    """Return why the matrices of a shared basis have no space in common; empty when they have."""
     if isinstance(move, ShareInput) and not any(
         set(move.roles) <= set(group) for group in SAME_INPUT
     ):
-        raise PlanError(f"{what}: roles {_names(move.roles)} do not read the same input")
+        return f"roles {_names(move.roles)} do not read the same input"
     if (
         isinstance(move, ShareOutput)
         and len(move.roles) > 1
         and not set(move.roles) <= WRITES_RESIDUAL
     ):
-        raise PlanError(f"{what}: roles {_names(move.roles)} do not write the same output")
+        return f"roles {_names(move.roles)} do not write the same output"
     if isinstance(move, ShareInput | ShareOutput) and len(set(move.layers)) != len(move.layers):
-        raise PlanError(f"{what}: a layer is named twice")
+        return "a layer is named twice"
+    return ""
 
 
 def _names(roles: tuple[Role, ...]) -> str:
@@ -435,31 +459,12 @@ def _short(move: AnyMove) -> dict[str, Any]:
     return head | data | tail
 
 
-def _first_error(error: ValidationError, data: dict[str, Any]) -> str:
-    """Return the first validation error as one line that names the offending leaf."""
+def _first_error(error: ValidationError) -> tuple[tuple[str | int, ...], str]:
+    """Return the place of the first validation error, and one line that names the leaf."""
     # An unknown key is the likelier mistake than the known one it leaves missing.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     leaf = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {leaf!r}; remove it"
+        return first["loc"], f"unknown key {leaf!r}; remove it"
     found = repr(first.get("input"))
-    return f"{leaf}: {first['msg']} (found {found[:60]})"
-
-
-def load_yaml(text: str) -> Any:
-    """Return what a YAML text holds. Raises `yaml.YAMLError`, whatever is wrong with it."""
-    try:
-        return yaml.load(text, Loader=NoAliasLoader)  # noqa: S506 - a SafeLoader subclass
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
-        # From a value that is not what its tag says, such as `!!bool x`, or from deep nesting.
-        raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from error
-
-
-class NoAliasLoader(yaml.SafeLoader):
-    """A safe loader without aliases, so that no small file can expand into a huge one."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases, else compose as usual."""
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("aliases (&, *) are not allowed")
-        return super().compose_node(parent, index)
+    return first["loc"], f"{leaf}: {first['msg']} (found {found[:60]})"

@@ -9,7 +9,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gccompress.errors import GccompressError
-from gccompress.plan import LARGEST_SEED, Budget, load_yaml
+from gccompress.plan import LARGEST_SEED, Budget
+from gccompress.yaml_files import line_of, load_yaml, read_yaml_text
 
 LARGEST_RECIPE_FILE = 1_000_000  # bytes
 
@@ -92,49 +93,45 @@ class Recipe(_Section):
         """
         path = Path(path)
         packaged = resources.files("gccompress") / "recipes" / f"{path}.yaml"
-        try:
-            if not path.exists() and path.parent == Path() and packaged.is_file():
-                return cls.parse(packaged.read_text(encoding="utf-8"), str(path))
-            if path.stat().st_size > LARGEST_RECIPE_FILE:
-                raise GccompressError(f"{path}: larger than any recipe; wanted a few lines of YAML")
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            names = sorted(
-                file.name.removesuffix(".yaml")
-                for file in (resources.files("gccompress") / "recipes").iterdir()
-            )
-            raise GccompressError(
-                f"no recipe at {path}; name a YAML file or one of {', '.join(names)}"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise GccompressError(f"{path}: not readable as a recipe ({error})") from error
+        if not path.exists() and path.parent == Path() and packaged.is_file():
+            return cls.parse(packaged.read_text(encoding="utf-8"), str(path))
+        names = sorted(
+            file.name.removesuffix(".yaml")
+            for file in (resources.files("gccompress") / "recipes").iterdir()
+        )
+        text = read_yaml_text(
+            path,
+            kind="recipe",
+            largest=LARGEST_RECIPE_FILE,
+            hint="a few lines of YAML",
+            missing=f"name a YAML file or one of {', '.join(names)}",
+        )
         return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: str, name: str = "recipe") -> "Recipe":
         """Read a recipe from YAML text; errors name `name`. Raises `GccompressError`."""
-        try:
-            data = load_yaml(text)
-        except yaml.YAMLError as error:
-            raise GccompressError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
+        data = load_yaml(text, name)
         if not isinstance(data, dict):
             raise GccompressError(f"{name}: not a recipe; wanted at least 'model:' and 'budget:'")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise GccompressError(f"{name}: {_one_line(error)}") from error
+            place, fault = _first_error(error)
+            raise GccompressError(f"{name}: line {line_of(text, place)}: {fault}") from error
 
 
-def _one_line(error: ValidationError) -> str:
-    """Return the first fault, an unknown key with the nearest known one before any other."""
+def _first_error(error: ValidationError) -> tuple[tuple[str | int, ...], str]:
+    """Return the place and words of the first fault, an unknown key before any other."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
-        return f"{where}: {first['msg']} (found {str(first.get('input'))[:60]!r})"
+        fault = f"{where}: {first['msg']} (found {str(first.get('input'))[:60]!r})"
+        return first["loc"], fault
     section: Any = Recipe
     for part in first["loc"][:-1]:
         section = section.model_fields[str(part)].annotation
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown key {where!r}; {hint}"
+    return first["loc"], f"unknown key {where!r}; {hint}"

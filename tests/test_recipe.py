@@ -28,12 +28,17 @@ def test_the_packaged_demo_is_the_recipe_in_the_folder() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: x\nbudget: {keep: 0.8}\nplan: {stratgy: auto}", "did you mean 'strategy'"),
-        ("model: x\nbudget: {keep: 0.8, kepp: 1}", "did you mean 'keep'"),
+        (
+            "model: x\nbudget: {keep: 0.8}\nplan: {stratgy: auto}",
+            "line 3: .*did you mean 'strategy'",
+        ),
+        ("model: x\nbudget: {keep: 0.8, kepp: 1}", "line 2: .*did you mean 'keep'"),
         ("model: x\nbudget: {keep: 2}", "budget.keep"),
         ("model: x", "budget"),
         ("model: x\nbudget: {keep: 0.8}\nplan: {strategy: magic}", "plan.strategy"),
-        ("model: x\nbudget: {keep: 0.8}\nzzz: 1", "known: model"),
+        ("model: x\nbudget: {keep: 0.8}\nzzz: 1", "line 3: .*known: model"),
+        ("model: x\nbudget: {keep: 0.8", "line 2: not YAML"),
+        ("model: x\nbudget: {keep: 0.8}\nmodel: y", "line 3: .*'model' is given twice"),
     ],
 )
 def test_faults_are_one_line(text: str, message: str) -> None:
