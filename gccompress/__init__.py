@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gccompress.models import load_model, open_model
     from gccompress.pipeline import Run, run
     from gccompress.plan import Plan
-    from gccompress.planner import Choice, PlanOptions, choose, make_plan
+    from gccompress.planner import Choice, Curve, PlanOptions, choose, make_plan, sweep
     from gccompress.recipe import Recipe
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ _HOMES = {
     "CalibrationOptions": "calibration",
     "Choice": "planner",
     "ContinuityReport": "continuity",
+    "Curve": "planner",
     "Evaluation": "evaluation",
     "Plan": "plan",
     "PlanOptions": "planner",
@@ -41,6 +42,7 @@ _HOMES = {
     "make_plan": "planner",
     "open_model": "models",
     "run": "pipeline",
+    "sweep": "planner",
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "CalibrationOptions",
     "Choice",
     "ContinuityReport",
+    "Curve",
     "Evaluation",
     "GccompressError",
     "Plan",
@@ -62,6 +65,7 @@ __all__ = [
     "make_plan",
     "open_model",
     "run",
+    "sweep",
 ]
 
 

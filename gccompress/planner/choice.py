@@ -1,6 +1,7 @@
 """From a model to a Plan: analyse, calibrate, price, let the strategies compete, probe."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -88,7 +89,8 @@ def decoder_budget(budget: Budget, shape: ModelShape) -> int:
     dense = shape.decoder_params()
     if budget.keep is not None:
         return int(budget.keep * dense)
-    assert budget.max_size is not None  # noqa: S101 - the schema says one of the two
+    if budget.max_size is None:
+        raise PlanError(f"budget '{budget}' is none of size; give --keep or --max-size")
     rest = shape.total_params - dense
     # Room for the file's header, which names every tensor.
     header = HEADER_BYTES + 400 * shape.layers * len(shape.matrices)
@@ -123,6 +125,8 @@ def make_plan(
     *,
     keep: float | None = None,
     max_size: int | str | None = None,
+    speedup: float | None = None,
+    max_loss: float | None = None,
     options: PlanOptions | None = None,
     calibration: CalibrationOptions | None = None,
     device: str = "auto",
@@ -134,6 +138,8 @@ def make_plan(
         model: path, alias, hub id, a model in memory, or what `open_model` returned.
         keep: share of decoder-projection parameters to keep, in (0, 1].
         max_size: or bytes of the whole checkpoint, a number or such as `200MB`.
+        speedup: or dense over compressed prefill time on this device, at least 1.
+        max_loss: or nats per token that held-out text may get worse: the smallest such model.
         options: how plans are searched; the strategy is one of its fields.
         calibration: text and estimates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -142,22 +148,38 @@ def make_plan(
     Raises:
         PlanError: the budget is no budget, or cannot be met; says the closest that can be.
     """
-    budget = budget_of(keep, max_size)
+    budget = budget_of(keep, max_size, speedup, max_loss)
     loaded = open_model(model, device=device, cache_dir=cache_dir)
     return choose(
         loaded, budget, options=options, calibration=calibration, cache_dir=cache_dir
     ).plan
 
 
-def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
+def budget_of(
+    keep: float | None = None,
+    max_size: int | str | None = None,
+    speedup: float | None = None,
+    max_loss: float | None = None,
+) -> Budget:
     """Return a checked budget. Raises `PlanError` unless exactly one, valid, is given."""
-    if (keep is None) == (max_size is None):
-        raise PlanError("give one budget: --keep SHARE, such as 0.8, or --max-size BYTES")
+    if sum(value is not None for value in (keep, max_size, speedup, max_loss)) != 1:
+        raise PlanError(
+            "give one budget: --keep SHARE, such as 0.8, --max-size BYTES, --speedup TIMES or "
+            "--max-loss NATS"
+        )
     if keep is not None:
-        if not isinstance(keep, int | float) or not 0 < keep <= 1:  # also refuses NaN
+        if not _is_number(keep) or not 0 < keep <= 1:
             raise PlanError(f"--keep {keep!r}; wanted a share in (0, 1], such as 0.8")
         return Budget(keep=keep)
-    assert max_size is not None  # noqa: S101 - one of the two is given
+    if speedup is not None:
+        if not _is_number(speedup) or speedup < 1:
+            raise PlanError(f"--speedup {speedup!r}; wanted a ratio of at least 1, such as 1.3")
+        return Budget(speedup=speedup)
+    if max_loss is not None:
+        if not _is_number(max_loss) or max_loss <= 0:
+            raise PlanError(f"--max-loss {max_loss!r}; wanted nats per token above 0, such as 0.1")
+        return Budget(max_loss=max_loss)
+    assert max_size is not None  # noqa: S101 - one of them is given
     try:
         size = bytes_of(max_size) if isinstance(max_size, str) else int(max_size)
     except (OverflowError, ValueError) as error:
@@ -165,6 +187,10 @@ def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
     if size < 1:
         raise PlanError(f"--max-size {max_size}; wanted a positive number of bytes, such as 200MB")
     return Budget(max_size=size)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:

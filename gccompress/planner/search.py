@@ -113,18 +113,19 @@ class Search:
         """The latency of this model's parts on its device, measured when first needed."""
         return latency_table(self.view, self._cache)
 
-    def choose(self, budget: Budget) -> Choice:
+    def choose(self, budget: Budget, scales: Scales | None = None) -> Choice:
         """Return the plan that meets `budget`, and all candidates side by side.
+
+        Args:
+            budget: what to meet.
+            scales: measured over predicted loss by kind of move; None probes for them.
 
         Raises:
             PlanError: the chosen strategy cannot meet the budget; says the closest that can be.
         """
-        if self.prober is not None:
-            self.prober.found.clear()
         if budget.max_size is not None:
             decoder_budget(budget, self.shape)  # says at once what no plan can meet
-        found: Found = {name: self._moves(name, budget, USUAL_SCALES) for name in STRATEGIES}
-        scales = self._probe_and_calibrate(found, budget)
+        found, scales = self._candidates(budget, scales)
         chosen = found[self.options.strategy]
         if isinstance(chosen, PlanError):
             raise chosen
@@ -154,6 +155,23 @@ class Search:
         for note in plan.notes:
             logger.warning("%s", note)
         return Choice(plan, candidates)
+
+    def scales_at(self, budget: Budget) -> Scales:
+        """Return measured over predicted loss by kind of move, probed at a budget."""
+        return self._candidates(budget, None)[1]
+
+    def _candidates(self, budget: Budget, scales: Scales | None) -> tuple[Found, Scales]:
+        """Return the moves of every strategy, measured as far as is wanted, and the scales."""
+        if self.prober is not None:
+            self.prober.found.clear()
+        first = scales or USUAL_SCALES
+        found: Found = {name: self._moves(name, budget, first) for name in STRATEGIES}
+        if scales is None:
+            return found, self._probe_and_calibrate(found, budget)
+        for name in STRATEGIES:
+            if name == self.options.strategy or self.options.probe == "all":
+                self._measure(name, found[name])
+        return found, scales
 
     def _spaces(self, cache_dir: str | None) -> Mapping[Role, Space]:
         if self.options.spaces != "measured":
