@@ -6,7 +6,6 @@ The model is reloaded from what was written and compared before the output folde
 import copy
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -23,13 +22,14 @@ from gccompress.checkpoints import (
     reload_difference,
     save_checkpoint,
 )
-from gccompress.errors import CheckpointError, ModelError, PlanError
+from gccompress.errors import CheckpointError, PlanError
 from gccompress.files import cache_folder, new_folder, refuse_non_empty
 from gccompress.linalg import Damping
-from gccompress.models import LoadedModel, open_model, stored_dtype
-from gccompress.moments import Moments, find_moments
+from gccompress.models import LoadedModel, stored_dtype
+from gccompress.moments import Moments
 from gccompress.moves import build, set_mlp_width
 from gccompress.plan import DropLayers, Plan, ResizeMlp, plan_params
+from gccompress.planned import open_planned
 from gccompress.polish import Polished, PolishOptions, replaced_parameters
 from gccompress.polish import polish as train_polish
 from gccompress.text import Windows
@@ -37,8 +37,6 @@ from gccompress.view import ModelView, model_shape
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-logger = logging.getLogger(__name__)
 
 
 def compress(view: ModelView, moments: Moments | None, plan: Plan) -> tuple[Any, float]:
@@ -159,6 +157,7 @@ def apply_plan(
     polish: PolishOptions | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    revision: str | None = None,
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
 ) -> Applied:
@@ -174,6 +173,7 @@ def apply_plan(
             dense model, which is then in memory too; None leaves the closed form.
         device: where to compute.
         dtype: number type to compute in; weights are stored in the type the model was stored in.
+        revision: of a hub model; None: the plan's own, where `model` is None too.
         cache_dir: where the moments are looked for.
         trust_remote_code: run code that the model's folder brings.
 
@@ -187,39 +187,17 @@ def apply_plan(
     if path is not None:
         refuse_non_empty(path)
     cache = cache_folder(cache_dir)
-    record = plan.calibration
-    if dtype is None and record is not None and find_moments(record.hash, cache) is None:
-        dtype = record.dtype  # the moments are made again, and come out the same only in this
-    try:
-        loaded = open_model(
-            plan.model.name if model is None else model,
-            device=device,
-            dtype=dtype,
-            revision=plan.model.revision if model is None else None,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
-        )
-    except ModelError as error:
-        if model is not None:
-            raise
-        raise type(error)(
-            f"{error}; the plan names it so: if the model is elsewhere, say so with --model"
-        ) from error
-    other = loaded.source.hash != plan.model.hash
-    if other and not allow_other_model:
-        raise PlanError(
-            f"the plan is for {plan.model.name} ({plan.model.hash[:19]}), this is "
-            f"{loaded.source.name} ({loaded.source.hash[:19]}); make a plan for it, or pass "
-            "--allow-other-model"
-        )
-    if other:
-        logger.warning("the plan was made for another model (%s)", plan.model.name)
-    view = ModelView(loaded.model)
-    if view.num_layers != plan.model.layers:
-        raise PlanError(
-            f"the plan is for {plan.model.layers} layers, {loaded.source.name} has "
-            f"{view.num_layers}; make a plan for it"
-        )
+    opened = open_planned(
+        plan,
+        model,
+        allow_other_model=allow_other_model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        cache=cache,
+        trust_remote_code=trust_remote_code,
+    )
+    loaded, view, other = opened.loaded, opened.view, opened.other
     shape = model_shape(view)
     damping_of(plan)  # what does not fit is found before calibrating
     plan_params(plan.moves, shape)
@@ -227,6 +205,7 @@ def apply_plan(
     factoring = any(not isinstance(move, DropLayers) for move in plan.moves)
     moments = None
     if factoring:
+        record = plan.calibration
         if record is None:
             raise PlanError(
                 "the plan factors matrices but names no calibration: it orders moves by weights "

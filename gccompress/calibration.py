@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gccompress.errors import GccompressError, PlanError
 from gccompress.models import LoadedModel
-from gccompress.moments import Fisher, Moments, collect_moments, find_moments
+from gccompress.moments import Fisher, Moments, collect_moments, find_moments, moments_hash
 from gccompress.plan import LARGEST_SEED, Calibration
 from gccompress.text import Windows, load_windows
 from gccompress.view import ModelView
@@ -45,10 +45,10 @@ class Calibrated:
     record: Calibration
 
 
-def calibrate(
-    loaded: LoadedModel, view: ModelView, options: CalibrationOptions, cache: Path
-) -> Calibrated:
-    """Read the text, collect the moments (from the cache if there), hold out the rest.
+def read_windows(
+    loaded: LoadedModel, options: CalibrationOptions, cache: Path
+) -> tuple[Windows, Windows]:
+    """Return the windows that go into the moments, and those held out.
 
     Raises:
         GccompressError: fewer than one window asked for, or less than nothing held out.
@@ -83,7 +83,19 @@ def calibrate(
         seed=options.seed,
         cache_dir=cache,
     )
-    used = windows.slice(0, count)
+    return windows.slice(0, count), windows.slice(count, count + held)
+
+
+def calibrate(
+    loaded: LoadedModel, view: ModelView, options: CalibrationOptions, cache: Path
+) -> Calibrated:
+    """Read the text, collect the moments (from the cache if there), hold out the rest.
+
+    Raises:
+        GccompressError: fewer than one window asked for, or less than nothing held out.
+        TextError: the text is missing, unreadable or too short.
+    """
+    used, heldout = read_windows(loaded, options, cache)
     moments = collect_moments(
         view,
         used,
@@ -99,10 +111,10 @@ def calibrate(
         seqlen=options.seqlen,
         seed=options.seed,
         fisher=str(options.fisher),
-        heldout_tokens=held * options.seqlen,
+        heldout_tokens=heldout.ids.numel(),
         dtype=str(view.model.dtype).removeprefix("torch."),
     )
-    return Calibrated(moments, used, windows.slice(count, count + held), record)
+    return Calibrated(moments, used, heldout, record)
 
 
 def options_of_record(record: Calibration) -> CalibrationOptions:
@@ -128,12 +140,29 @@ def recall(loaded: LoadedModel, view: ModelView, record: Calibration, cache: Pat
         return found
     logger.info("moments of the plan are not in %s; calibrating again", cache)
     again = calibrate(loaded, view, options_of_record(record), cache)
-    if again.record.hash != record.hash:
-        raise PlanError(
-            f"calibration source {record.source!r} now gives {again.record.hash[:19]}, the plan "
-            f"was made with {record.hash[:19]} (other text, model or --dtype); make the plan again"
-        )
+    _require_same(record, again.record.hash)
     return again.moments
+
+
+def recall_heldout(loaded: LoadedModel, record: Calibration, cache: Path) -> Windows:
+    """Return the windows that were held out when a plan was made, read again from its source.
+
+    Raises:
+        PlanError: the source no longer gives the tokens that the plan was made with.
+    """
+    options = options_of_record(record)
+    used, heldout = read_windows(loaded, options, cache)
+    now = moments_hash(loaded.source.hash, used, options.fisher, options.seed, record.dtype)
+    _require_same(record, now)
+    return heldout
+
+
+def _require_same(record: Calibration, now: str) -> None:
+    if now != record.hash:
+        raise PlanError(
+            f"calibration source {record.source!r} now gives {now[:19]}, the plan was made with "
+            f"{record.hash[:19]} (other text, model or --dtype); make the plan again"
+        )
 
 
 def damping_warnings(view: ModelView, tokens: int) -> tuple[str, ...]:

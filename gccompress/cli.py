@@ -160,6 +160,7 @@ def apply(
     polish_rate: Annotated[float, typer.Option(help="Learning rate of --polish.")] = 1e-4,
     device: Device = "auto",
     dtype: DtypeOption = None,
+    revision: Revision = None,
     cache_dir: CacheDir = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -179,6 +180,7 @@ def apply(
         polish=PolishOptions(steps=polish, rate=polish_rate) if polish else None,
         device=device,
         dtype=None if dtype is None else dtype.value,
+        revision=revision,
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
     )

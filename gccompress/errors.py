@@ -28,5 +28,23 @@ class PlanError(GccompressError):
     """A plan is malformed, does not fit the model, or no plan can meet the budget."""
 
 
+class MoveError(PlanError):
+    """A move of a plan that contradicts another, or the model.
+
+    Attributes:
+        number: its place in the plan, from 0.
+    """
+
+    def __init__(self, name: str, number: int, do: str, why: str) -> None:
+        """Say why, naming the plan, the move and its kind."""
+        self.number = number
+        self._name, self._what = name, f"moves[{number}] ({do}): {why}"
+        super().__init__(f"{name}: {self._what}")
+
+    def at(self, line: int) -> PlanError:
+        """Return the error with the line of the file on which the move stands."""
+        return PlanError(f"{self._name}: line {line}: {self._what}")
+
+
 class CheckpointError(GccompressError):
     """A compressed checkpoint cannot be written, or does not reload as it was."""

@@ -24,6 +24,7 @@ __all__ = [
     "ModelSource",
     "known_aliases",
     "load_model",
+    "memory_hash",
     "open_model",
     "pick_device",
     "pick_dtype",
@@ -34,6 +35,8 @@ __all__ = [
 logger = logging.getLogger("gccompress")
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Of a config: where and by what it was saved, and the number type, which each tensor has.
+VOLATILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,14 @@ def _in_memory(model: Any, tokenizer: Any = None) -> LoadedModel:
             "pair (model, tokenizer)"
         )
     name = str(model.config._name_or_path or type(model).__name__)
-    return LoadedModel(model, tokenizer, ModelSource(name, None, _memory_hash(model)))
+    return LoadedModel(model, tokenizer, ModelSource(name, None, memory_hash(model)))
 
 
-def _memory_hash(model: "PreTrainedModel") -> str:
+def memory_hash(model: "PreTrainedModel", dtype: str | None = None) -> str:
     """Return "sha256:..." over a model's config and its tensors, by name, dtype, shape and bytes.
+
+    The same before a model is saved and after it is loaded again. With `dtype`, one of `DTYPES`,
+    floating tensors are taken in that type.
 
     Raises:
         ModelError: a tensor is on the meta device (not loaded, or offloaded).
@@ -226,13 +232,16 @@ def _memory_hash(model: "PreTrainedModel") -> str:
     from gccompress.weight_files import require_finite
 
     config = model.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version"):
+    for volatile in VOLATILE:
         config.pop(volatile, None)
+    wanted: Any = None if dtype is None else pick_dtype(dtype, model.device)
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
             raise ModelError(f"model in memory: {name} has no data; load it onto a device first")
         require_finite(tensor, name, "model in memory")
+        if wanted is not None and tensor.is_floating_point():
+            tensor = tensor.to(wanted)
         total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         total.update(memoryview(data.numpy()))

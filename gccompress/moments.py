@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gccompress import halves
 from gccompress.errors import GccompressError, NumericalError
 from gccompress.files import new_folder, write_text
 from gccompress.linalg import Damping, Weighted, shrink
@@ -92,11 +93,11 @@ class Moments:
 
     def g(self, role: Role, layer: int) -> Tensor:
         """Return the input moment `[in, in]`, float64."""
-        return self._read(f"g.{_input_key(role)}", layer) / self.tokens
+        return self._read(f"g.{_input_key(role)}", layer).div_(self.tokens)
 
     def a(self, role: Role, layer: int) -> Tensor:
         """Return the output gradient's moment `[out, out]`, float64."""
-        return self._read(f"a.{role.value}", layer) / (self.tokens * self.meta["labels"])
+        return self._read(f"a.{role.value}", layer).div_(self.tokens * self.meta["labels"])
 
     def _read(self, key: str, layer: int) -> Tensor:
         from safetensors import safe_open
@@ -110,7 +111,7 @@ class Moments:
                 f"{path}: moment {key} cannot be read ({error}); delete {self.folder} "
                 "and calibrate again"
             ) from error
-        return _unpack(packed.double())
+        return halves.unpacked(packed)
 
 
 def weighted(
@@ -245,37 +246,52 @@ def _one_pass(
                 _save_state(partial, state, index + 1, layers)
                 saved = time.monotonic()
     for layer in layers:
-        prefix = f"{layer}."
+        prefix, widths = f"{layer}.", _sums(view, layer)
         mine = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         drop, influence = (float(mine.pop(k)) for k in ("drop", "influence"))
-        packed = {key: _pack(value) for key, value in mine.items()}
+        packed = {key: halves.packed(value, widths[key]) for key, value in mine.items()}
         save_file(packed, partial / f"layer_{layer:03d}.safetensors")
         tokens, labels = windows.ids.numel(), fisher.draws + fisher.data
         one = {"influence": influence / tokens, "drop_loss": 0.5 * drop / (tokens * labels)}
         text = json.dumps(one)
         write_text(partial / f"layer_{layer:03d}.json", text)  # whole: it says that both are
-    for folder in partial.glob("state-*"):
+    for folder in partial.glob("sums-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _backward(model: Any, ids: Tensor, fisher: Fisher, seed: int, index: int) -> None:
-    """Run one window `[1, seqlen]` forward, and backward once per set of labels."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    """Run one window `[1, seqlen]` forward once, and backward once per set of labels.
+
+    The gradient of the summed NLL at the logits is `softmax - onehot`: the softmax is the same for
+    every set of labels. Only the hooks want gradients; no parameter requires one.
+    """
+    logits = model(input_ids=ids, use_cache=False).logits
+    seen = logits.detach()[0, :-1].float()
+    normaliser = seen.logsumexp(-1)
+    _refuse_non_finite(normaliser.sum(), index)
+    probabilities = seen.softmax(-1)
     labels = [ids[0, 1:]] if fisher.data else []
-    generator = torch.Generator(device="cpu").manual_seed(seed)
     if fisher.draws:
-        probabilities = logits.detach().softmax(-1).cpu()
-        drawn = torch.multinomial(probabilities, fisher.draws, True, generator=generator)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        drawn = torch.multinomial(probabilities.cpu(), fisher.draws, True, generator=generator)
         labels += list(drawn.T.to(ids.device))
+    gradient = torch.zeros_like(logits)
+    gradient[0, :-1] = probabilities
     for number, target in enumerate(labels):
-        nll = nn.functional.cross_entropy(logits, target, reduction="sum")
-        if not bool(torch.isfinite(nll)):
-            raise NumericalError(
-                f"calibration window {index}: loss is {float(nll.detach())}; the model overflows "
-                "on this text; try --dtype float32 or other text"
-            )
-        # Only the hooks want the gradients; no parameter requires one.
-        nll.backward(retain_graph=number + 1 < len(labels))
+        at = target[:, None]
+        _refuse_non_finite((normaliser - seen.gather(1, at)[:, 0]).sum(), index)
+        likely = probabilities.gather(1, at)
+        gradient[0, :-1].scatter_(1, at, (likely - 1).to(gradient.dtype))
+        logits.backward(gradient, retain_graph=number + 1 < len(labels))
+        gradient[0, :-1].scatter_(1, at, likely.to(gradient.dtype))
+
+
+def _refuse_non_finite(nll: Tensor, index: int) -> None:
+    if not bool(torch.isfinite(nll)):
+        raise NumericalError(
+            f"calibration window {index}: loss is {float(nll)}; the model overflows on this text; "
+            "try --dtype float32 or other text"
+        )
 
 
 @contextmanager
@@ -301,14 +317,11 @@ def _accumulating(
             )
             block = view.layer(layer)
             stack.callback(block.register_forward_hook(_block_hook(state, layer)).remove)
+            for name, width in _sums(view, layer).items():
+                state.setdefault(f"{layer}.{name}", halves.new_sum(width, device))
             for group in SAME_INPUT:
                 roles = [role for role in group if role in view.roles]
                 for number, role in enumerate(roles):
-                    rows, cols = view.shape(role, layer)
-                    state.setdefault(f"{layer}.a.{role.value}", torch.zeros(rows, rows).to(device))
-                    if number == 0:
-                        key = f"{layer}.g.{_input_key(role)}"
-                        state.setdefault(key, torch.zeros(cols, cols).to(device))
                     site = view.site(role, layer)
                     hook = _role_hook(state, layer, role, site.start, site.stop, number == 0)
                     module = view.model.get_submodule(site.module)
@@ -326,12 +339,12 @@ def _role_hook(
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
     def on_gradient(grad: Tensor) -> None:
         g = grad[..., start:stop].reshape(-1, stop - start).float()
-        state[f"{layer}.a.{role.value}"].addmm_(g.T, g)
+        halves.add_outer(state[f"{layer}.a.{role.value}"], g)
 
     def on_forward(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if with_input:
             x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-            state[f"{layer}.g.{_input_key(role)}"].addmm_(x.T, x)
+            halves.add_outer(state[f"{layer}.g.{_input_key(role)}"], x)
         output.register_hook(on_gradient)
 
     return on_forward
@@ -360,34 +373,21 @@ def _input_key(role: Role) -> str:
 
 def _layer_bytes(view: ModelView) -> int:
     """Return the bytes of one layer's accumulators."""
-    inputs = {_input_key(role): view.shape(role, 0)[1] for role in view.roles}
-    return 4 * (
-        sum(width**2 for width in inputs.values())
-        + sum(view.shape(role, 0)[0] ** 2 for role in view.roles)
-    )
+    return sum(halves.sum_bytes(width) for width in _sums(view, 0).values())
 
 
-def _pack(moment: Tensor) -> Tensor:
-    """Return the upper half of a symmetric matrix as float32 `[n (n + 1) / 2]`, scalars as is."""
-    upper = torch.ones_like(moment, dtype=torch.bool).triu()
-    return moment[upper].float().cpu()
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """Return the symmetric matrix whose upper half `_pack` stored."""
-    n = int((2 * len(packed)) ** 0.5)
-    upper = torch.ones(n, n, dtype=torch.bool).triu()
-    m = packed.new_zeros(n, n)
-    m[upper] = packed
-    return m + m.T - m.diagonal().diag()
+def _sums(view: ModelView, layer: int) -> dict[str, int]:
+    """Return the width of every moment of a layer, by its name in the layer's file."""
+    inputs = {f"g.{_input_key(role)}": view.shape(role, layer)[1] for role in view.roles}
+    return inputs | {f"a.{role.value}": view.shape(role, layer)[0] for role in view.roles}
 
 
 def _save_state(
     partial: Path, state: dict[str, Tensor], windows_done: int, layers: Sequence[int]
 ) -> None:
     """Save the accumulators, then remove older ones: a kill at any moment leaves a whole set."""
-    older = list(partial.glob("state-*"))
-    with new_folder(partial / f"state-{layers[0]:04d}-{windows_done:08d}") as temporary:
+    older = list(partial.glob("sums-*"))
+    with new_folder(partial / f"sums-{layers[0]:04d}-{windows_done:08d}") as temporary:
         save_file(
             {key: value.cpu() for key, value in state.items()}, temporary / "sums.safetensors"
         )
@@ -399,7 +399,7 @@ def _load_state(
     partial: Path, layers: Sequence[int], device: torch.device
 ) -> tuple[dict[str, Tensor], int]:
     """Return the newest saved accumulators of this pass and how many windows are in them."""
-    folders = sorted(partial.glob(f"state-{layers[0]:04d}-*"))
+    folders = sorted(partial.glob(f"sums-{layers[0]:04d}-*"))
     if not folders:
         return {}, 0
     done = int(folders[-1].name.rpartition("-")[2])

@@ -53,16 +53,20 @@ def factor_move(view: ModelView, moments: Moments, move: Factoring, damping: Dam
     matrices = move_matrices(move)
     group = [weighted(view, moments, role, layer, damping) for role, layer in matrices]
     what = f"layer {matrices[0][1]} {matrices[0][0]}"
+    return linalg.factor(group, move_space(view, move), move.rank, what)
+
+
+def move_space(view: ModelView, move: Factoring) -> Space:
+    """Return the side of its matrices on which a move has its basis."""
     match move:
         case LowRank():
-            space = alone_space(view.shape(move.role, move.layer))
+            return alone_space(view.shape(move.role, move.layer))
         case ShareInput():
-            space = Space.INPUT
+            return Space.INPUT
         case ShareOutput():
-            space = Space.OUTPUT
+            return Space.OUTPUT
         case _:
             assert_never(move)
-    return linalg.factor(group, space, move.rank, what)
 
 
 def narrow(

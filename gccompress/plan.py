@@ -3,8 +3,6 @@
 One YAML file, short enough to review. Layers count from 0 in the model as it was before the plan.
 """
 
-import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, assert_never
 
@@ -18,11 +16,12 @@ from pydantic import (
     model_validator,
 )
 
-from gccompress.errors import PlanError
+from gccompress.errors import MoveError, PlanError
 from gccompress.files import write_text
 from gccompress.roles import MLP, SAME_INPUT, WRITES_RESIDUAL, Role
 from gccompress.sizes import (
     ModelShape,
+    bytes_of,
     low_rank_params,
     shared_input_params,
     shared_output_params,
@@ -112,26 +111,11 @@ AnyMove = Annotated[
 Factoring = LowRank | ShareInput | ShareOutput
 
 
-class MoveError(PlanError):
-    """A move that contradicts the plan or the model.
-
-    Attributes:
-        number: its place in the plan, from 0.
-    """
-
-    def __init__(self, name: str, number: int, move: AnyMove, why: str) -> None:
-        """Say why, naming the plan, the move and what it does."""
-        self.number = number
-        self._name, self._what = name, f"moves[{number}] ({move.do}): {why}"
-        super().__init__(f"{name}: {self._what}")
-
-    def at(self, line: int) -> PlanError:
-        """Return the error with the line of the file on which the move stands."""
-        return PlanError(f"{self._name}: line {line}: {self._what}")
-
-
 class PlannedModel(Strict):
-    """The model a plan was made for, by name, content hash and size."""
+    """The model a plan was made for, by name, content hash and sizes.
+
+    `matrices` is `[out, in]` of each role's weight, so that a plan can be read without its model.
+    """
 
     name: str
     hash: str
@@ -140,6 +124,7 @@ class PlannedModel(Strict):
     layers: int = Field(ge=1)
     decoder_params: int = Field(ge=1)
     total_params: int = Field(ge=1)
+    matrices: dict[Role, tuple[int, int]] | None = None
 
 
 class Calibration(Strict):
@@ -238,7 +223,7 @@ class Plan(Strict):
     def to_yaml(self) -> str:
         """Return the plan as YAML, one line per move."""
         fields = self.model_dump(mode="json", exclude={"moves"})
-        head = yaml.safe_dump(fields, sort_keys=False, width=100, allow_unicode=True)
+        head = yaml.dump(fields, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
         lines = [
             "- "
             + yaml.safe_dump(_short(move), sort_keys=False, default_flow_style=True, width=10_000)
@@ -258,15 +243,7 @@ class Plan(Strict):
             PlanError: not there, not YAML, not a plan, an unknown key, another version, or
                 moves that contradict each other.
         """
-        text = read_yaml_text(
-            Path(path),
-            kind="plan",
-            largest=LARGEST_PLAN_FILE,
-            hint="a plan.yaml",
-            missing="make one: gccompress plan --model MODEL",
-            error=PlanError,
-        )
-        return cls.parse(text, str(path))
+        return cls.parse(read_plan_text(path), str(path))
 
     @classmethod
     def parse(cls, text: str, name: str = "plan") -> "Plan":
@@ -298,7 +275,7 @@ class Plan(Strict):
         dropped: dict[int, int] = {}
 
         def refuse(number: int, why: str) -> NoReturn:
-            raise MoveError(name, number, self.moves[number], why)
+            raise MoveError(name, number, self.moves[number].do, why)
 
         for number, move in enumerate(self.moves):
             for layer in move_layers(move):
@@ -325,15 +302,16 @@ class Plan(Strict):
                 refuse(number, f"{why}; leave one")
 
 
-def bytes_of(text: str) -> int:
-    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `ValueError`."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in units:
-        raise ValueError(f"{text!r} is no size; wanted bytes such as 200MB, 1.5GiB or 123456")
-    return int(Fraction(match[1]) * units[match[2].upper()])
+def read_plan_text(path: str | Path) -> str:
+    """Return the text of a plan's file. Raises `PlanError` when there is none to read."""
+    return read_yaml_text(
+        Path(path),
+        kind="plan",
+        largest=LARGEST_PLAN_FILE,
+        hint="a plan.yaml",
+        missing="make one: gccompress plan --model MODEL",
+        error=PlanError,
+    )
 
 
 def move_layers(move: AnyMove) -> tuple[int, ...]:
@@ -446,6 +424,18 @@ def _sharing_fault(move: AnyMove) -> str:
 
 def _names(roles: tuple[Role, ...]) -> str:
     return ", ".join(role.value for role in roles)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that writes the two numbers of a shape on one line."""
+
+
+_Dumper.add_representer(
+    list,
+    lambda dumper, value: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", value, flow_style=all(isinstance(one, int) for one in value)
+    ),
+)
 
 
 def _short(move: AnyMove) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 A weight is `[out, in]`. Sizes count weights only; biases are the same before and after.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from gccompress.roles import MLP, Role
 
@@ -71,3 +73,14 @@ def largest_saving_rank(dense: int, per_rank: int, multiple: int = 1) -> int:
 def rank_for_share(dense: int, per_rank: int, share: float, multiple: int = 1) -> int:
     """Return the largest rank whose parameters are at most `share` of the dense group's."""
     return int(share * dense) // per_rank // multiple * multiple
+
+
+def bytes_of(text: str) -> int:
+    """Return bytes from such as `200MB`, `1.5 GiB`, `123456`. Raises `ValueError`."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units:
+        raise ValueError(f"{text!r} is no size; wanted bytes such as 200MB, 1.5GiB or 123456")
+    return int(Fraction(match[1]) * units[match[2].upper()])

@@ -84,6 +84,15 @@ def line_of(text: str, place: Sequence[str | int]) -> int:
     return line + 1
 
 
+def lines_of_items(text: str, key: str) -> tuple[int, ...]:
+    """Return the line, from 1, of each item of the list under a top-level key."""
+    root = yaml.compose(text, Loader=NoAliasLoader)
+    for name, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if name.value == key and isinstance(value, yaml.SequenceNode):
+            return tuple(item.start_mark.line + 1 for item in value.value)
+    return ()
+
+
 class NoAliasLoader(yaml.SafeLoader):
     """A safe loader without aliases, so that no small file can expand into a huge one."""
 

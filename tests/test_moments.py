@@ -168,12 +168,13 @@ def test_another_seed_or_fisher_is_another_calibration(tmp_path: Path) -> None:
     assert not torch.allclose(a[2], a[3])
 
 
-def test_a_loss_that_is_not_finite_names_its_window(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fisher", [Fisher(True, 0), Fisher(False, 1)])
+def test_a_loss_that_is_not_finite_names_its_window(fisher: Fisher, tmp_path: Path) -> None:
     model = tiny_model("llama", layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[int(windows().ids[1, 3])] = float("inf")
     with pytest.raises(NumericalError, match="window"):
-        collect(ModelView(model), tmp_path)
+        collect(ModelView(model), tmp_path, fisher=fisher)
     assert not list(tmp_path.glob("moments/*/meta.json"))
 
 

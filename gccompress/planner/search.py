@@ -1,7 +1,6 @@
 """One model's search for plans: calibrated and priced once, then any number of budgets."""
 
 import logging
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import version
@@ -18,7 +17,6 @@ from gccompress.plan import (
     Budget,
     DropLayers,
     Plan,
-    PlannedModel,
     Prediction,
     ResizeMlp,
     plan_params,
@@ -32,10 +30,12 @@ from gccompress.planner.choice import (
     Strategy,
     continuity_of,
     decoder_budget,
+    perplexities,
+    planned_model,
 )
 from gccompress.planner.costs import Nanoseconds, meet, total_loss
 from gccompress.planner.latency import LatencyTable, speedup
-from gccompress.planner.probe import Probe, Prober
+from gccompress.planner.probe import Prober
 from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Segment, bases, survey
 from gccompress.planner.timing import latency_table
 from gccompress.planner.verdicts import sharing_findings
@@ -44,11 +44,9 @@ from gccompress.view import ModelView, model_shape
 
 logger = logging.getLogger(__name__)
 
-# Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
-UNPROBED_SCALE = (1.5, 2.5, 4.0)
-# The same by kind of move, in the middle of what was measured, where no probe says better.
+# Measured over predicted loss by kind of move, where no probe says better: the middle of what
+# docs/method.md measured.
 USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
-LARGEST_NLL = 100.0  # nats per token that are shown as a perplexity; far beyond any use
 LOSS_TRIES = 4  # probes that a budget of loss may take to be met by measurement
 
 Moves = list[AnyMove]
@@ -108,6 +106,10 @@ class Search:
             self._cache,
         )
 
+    @property
+    def _dense_nll(self) -> float | None:
+        return None if self.prober is None else self.prober.dense_nll
+
     @cached_property
     def latency(self) -> LatencyTable:
         """The latency of this model's parts on its device, measured when first needed."""
@@ -142,7 +144,7 @@ class Search:
         plan = Plan(
             strategy=self.options.strategy,
             budget=budget,
-            model=self._planned_model(),
+            model=planned_model(self.loaded, self.view, self.shape),
             calibration=self.calibrated.record,
             prediction=prediction,
             options=self._recorded(),
@@ -361,7 +363,7 @@ class Search:
             params=total,
             bytes=total * self.shape.bytes_per_param,
             loss=loss,
-            **self._perplexities(loss, probe),
+            **perplexities(self._dense_nll, loss, probe),
             measured=probe is not None,
         )
         if budget.speedup is not None:
@@ -371,26 +373,6 @@ class Search:
         before = self.shape.decoder_params() + self.shape.head_params
         limit = before / (decoder + self.shape.head_params)
         return Candidate(name, tuple(moves), prediction, limit)
-
-    def _perplexities(self, loss: float, probe: Probe | None) -> dict[str, float]:
-        """Return dense, expected, low and high perplexity; nothing without held-out text.
-
-        Probed: the measurement and two standard errors. Otherwise the second-order prediction times
-        the range of ratios that docs/method.md measured.
-        """
-        if self.prober is None:
-            return {}
-        if probe is None:
-            low, middle, high = (loss * scale for scale in UNPROBED_SCALE)
-        else:
-            margin = 2 * probe.error if math.isfinite(probe.error) else abs(probe.rise)
-            low, middle, high = probe.rise - margin, probe.rise, probe.rise + margin
-        rises = {"dense_ppl": 0.0, "ppl": middle, "ppl_low": low, "ppl_high": high}
-        # Bounded: the second order of a hopeless plan is beyond what a float can hold.
-        return {
-            name: math.exp(min(self.prober.dense_nll + rise, LARGEST_NLL))
-            for name, rise in rises.items()
-        }
 
     def _quantized(self, bits: int) -> Candidate:
         """Return the reference row of round-to-nearest on all decoder projections."""
@@ -404,21 +386,10 @@ class Search:
             params=self.shape.total_params,
             bytes=rest * self.shape.bytes_per_param + int(decoder * per_weight / 8),
             loss=loss,
-            **self._perplexities(loss, probe),
+            **perplexities(self._dense_nll, loss, probe),
             measured=probe is not None,
         )
         return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
-
-    def _planned_model(self) -> PlannedModel:
-        return PlannedModel(
-            name=self.loaded.source.name,
-            hash=self.loaded.source.hash,
-            revision=self.loaded.source.revision,
-            model_type=self.view.model.config.model_type,
-            layers=self.shape.layers,
-            decoder_params=self.shape.decoder_params(),
-            total_params=self.shape.total_params,
-        )
 
     def _recorded(self) -> dict[str, str | int | float | bool | None]:
         options = self.options

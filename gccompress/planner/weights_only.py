@@ -105,6 +105,7 @@ def choose_from_weights(
             layers=shape.layers,
             decoder_params=shape.decoder_params(),
             total_params=shape.total_params,
+            matrices=shape.matrices,
         ),
         calibration=None,
         prediction=prediction,
