@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from gccompress.pipeline import Run, run
     from gccompress.plan import Plan
     from gccompress.planner import Choice, Curve, PlanOptions, choose, make_plan, sweep
+    from gccompress.planner.review import Review, check_plan
     from gccompress.recipe import Recipe
+    from gccompress.report.plan_figure import plan_figure
+    from gccompress.report.plan_overview import PlanDiff, PlanOverview, diff_plans, show_plan
+    from gccompress.verification import verify
 
 __version__ = "0.1.0"
 
@@ -31,18 +35,26 @@ _HOMES = {
     "Curve": "planner",
     "Evaluation": "evaluation",
     "Plan": "plan",
+    "PlanDiff": "report.plan_overview",
     "PlanOptions": "planner",
+    "PlanOverview": "report.plan_overview",
     "Recipe": "recipe",
+    "Review": "planner.review",
     "Run": "pipeline",
     "analyze": "continuity",
     "apply_plan": "apply",
+    "check_plan": "planner.review",
     "choose": "planner",
+    "diff_plans": "report.plan_overview",
     "evaluate": "evaluation",
     "load_model": "models",
     "make_plan": "planner",
     "open_model": "models",
+    "plan_figure": "report.plan_figure",
     "run": "pipeline",
+    "show_plan": "report.plan_overview",
     "sweep": "planner",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -54,18 +66,26 @@ __all__ = [
     "Evaluation",
     "GccompressError",
     "Plan",
+    "PlanDiff",
     "PlanOptions",
+    "PlanOverview",
     "Recipe",
+    "Review",
     "Run",
     "analyze",
     "apply_plan",
+    "check_plan",
     "choose",
+    "diff_plans",
     "evaluate",
     "load_model",
     "make_plan",
     "open_model",
+    "plan_figure",
     "run",
+    "show_plan",
     "sweep",
+    "verify",
 ]
 
 

@@ -33,6 +33,7 @@ from gccompress.planned import open_planned
 from gccompress.polish import Polished, PolishOptions, replaced_parameters
 from gccompress.polish import polish as train_polish
 from gccompress.text import Windows
+from gccompress.verification import RECORD, hash_files
 from gccompress.view import ModelView, model_shape
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ def write_checkpoint(
 ) -> float:
     """Write a model atomically, reload it, and return the largest logit difference to memory.
 
-    `record`, with that difference, becomes `gccompress.json` in the folder.
+    `record`, with that difference and the files' hashes, becomes `gccompress.json` in the folder.
 
     Raises:
         GccompressError: `out` is not empty, or the disk refuses.
@@ -285,6 +286,10 @@ def write_checkpoint(
                 f"the checkpoint for {out} reloads with logits off by {difference:.3g}, allowed "
                 f"{tolerance:g}; nothing was written"
             )
-        checked = {**record, "reload_max_abs_diff": difference}
-        (temporary / "gccompress.json").write_text(json.dumps(checked, indent=1), "utf-8")
+        checked = {
+            **record,
+            "reload_max_abs_diff": difference,
+            "files": hash_files(temporary),
+        }
+        (temporary / RECORD).write_text(json.dumps(checked, indent=1), "utf-8")
     return difference

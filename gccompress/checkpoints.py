@@ -1,7 +1,6 @@
 """Compressed checkpoints: from tensors to a model, to a folder, and back, exactly or not at all."""
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from gccompress import modeling
 from gccompress.errors import CheckpointError, NumericalError
+from gccompress.verification import check_structure
 
 
 def compress_in_place(
@@ -173,7 +173,7 @@ def load_checkpoint(
         CheckpointError: the folder is no checkpoint, or its tensors do not fit its config exactly.
     """
     folder = Path(folder)
-    _check_family(folder)
+    check_structure(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -189,23 +189,6 @@ def load_checkpoint(
         raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from error
     placed: PreTrainedModel = model.to(device)
     return placed
-
-
-def _check_family(folder: Path) -> None:
-    """Raise CheckpointError unless the folder has a config that says which model it is of."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json, wanted a folder with a checkpoint")
-    try:
-        model_type = str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path}: unreadable, or names no model_type: {error}") from error
-    family = model_type.removeprefix(modeling.PREFIX)
-    if family != model_type and family not in modeling.MODEL_TYPES:
-        raise CheckpointError(
-            f"{folder}: model type {model_type!r} is not known to this version; known families: "
-            f"{', '.join(modeling.MODEL_TYPES)}; update gccompress"
-        )
 
 
 def reload_difference(model: PreTrainedModel, folder: str | Path) -> float:

@@ -4,6 +4,8 @@ Self-contained (torch and transformers only): a checkpoint carries it as modelin
 """
 
 import functools
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ FORMAT_VERSION = 1
 FILE_NAME = "modeling_gccompress.py"
 PREFIX = "gccompress_"
 BASES = "gccompress_bases"
+CODE_HASH = "gccompress_code_sha256"  # in the config: of the copy of this file beside it
+INDEX = "model.safetensors.index.json"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2")
 
 Spec = Mapping[str, Any]
@@ -203,6 +207,8 @@ def make_modules(layout: Spec | None) -> tuple[SharedBases, dict[str, nn.Module]
     """
     if layout is None:
         raise RuntimeError("config.gccompress is absent, wanted the layout of a compressed model")
+    if not isinstance(layout, Mapping):
+        raise RuntimeError(f"config.gccompress is a {type(layout).__name__}, wanted a mapping")
     version = layout.get("version")
     if version != FORMAT_VERSION:
         raise RuntimeError(
@@ -217,7 +223,7 @@ def make_modules(layout: Spec | None) -> tuple[SharedBases, dict[str, nn.Module]
             modules[name] = _make_module(spec, bases)
     except KeyError as error:
         raise RuntimeError(f"config.gccompress, {name}: no usable entry {error}") from error
-    except (RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         raise RuntimeError(f"config.gccompress, {name}: {error}") from error
     return bases, modules
 
@@ -288,8 +294,10 @@ class CompressedModel:
         """Load as the family's class does, but refuse a checkpoint that does not fit exactly.
 
         Raises:
-            RuntimeError: a tensor is missing, unexpected or of another shape.
+            RuntimeError: a tensor is missing, unexpected or of another shape, or a file of the
+                weights is not in the folder.
         """
+        _refuse_outside(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         refuse_misfit(info)
         return (model, info) if output_loading_info else model
@@ -305,6 +313,21 @@ class CompressedModel:
                 setattr(args[0], kind, set())
             refuse_misfit(misfit)
         return result
+
+
+def _refuse_outside(folder: Any) -> None:
+    """Raise RuntimeError when the index of a local folder names a file that is not in it."""
+    if not isinstance(folder, (str, Path)) or not (Path(folder) / INDEX).is_file():
+        return
+    try:
+        names = set(json.loads((Path(folder) / INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"{INDEX} of {folder} has no usable weight_map ({error})") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise RuntimeError(
+                f"{INDEX} of {folder} names {name!r}, wanted files in the folder; correct it"
+            )
 
 
 _MISFITS = {
@@ -334,12 +357,8 @@ class CompressedConfig:
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the config, and this file beside it for `trust_remote_code=True`."""
-        stem = FILE_NAME.removesuffix(".py")
-        names = class_names(self.model_type.removeprefix(PREFIX))  # type: ignore[attr-defined]
-        self.auto_map = {
-            auto: f"{stem}.{name}"
-            for auto, name in zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True)
-        }
+        self.auto_map = auto_map(self.model_type.removeprefix(PREFIX))  # type: ignore[attr-defined]
+        setattr(self, CODE_HASH, hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
         copy = Path(save_directory) / FILE_NAME
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not (copy.exists() and copy.samefile(__file__)):
@@ -351,6 +370,15 @@ def class_names(model_type: str) -> tuple[str, str]:
     """Return the names of a family's compressed config and model classes."""
     family = "".join(word.capitalize() for word in model_type.split("_"))
     return f"Gcc{family}Config", f"Gcc{family}ForCausalLM"
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """Return where the loader of remote code finds a family's classes: in the file beside them."""
+    stem = FILE_NAME.removesuffix(".py")
+    autos = ("AutoConfig", "AutoModelForCausalLM")
+    return {
+        auto: f"{stem}.{name}" for auto, name in zip(autos, class_names(model_type), strict=True)
+    }
 
 
 def base_classes(model_type: str) -> tuple[Any, Any]:
