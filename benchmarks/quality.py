@@ -174,7 +174,7 @@ def uniform_rows(bench: Bench, keep: float) -> None:
             one
             for one in segments
             if (len(one.layers) == 2 and one.layers[0] % 2 == 0)
-            or (len(one.layers) == 1 and BASIS_SHARING_SPACE[one.role] is Space.NONE)
+            or (len(one.layers) == 1 and BASIS_SHARING_SPACE[one.roles[0]] is Space.NONE)
         ]
         return strategies.uniform(cut, budget, 1)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gccompress.models import load_model, open_model
     from gccompress.pipeline import Run, run
     from gccompress.plan import Plan
-    from gccompress.planner import Choice, PlanOptions, choose, make_plan
+    from gccompress.planner import Choice, Curve, PlanOptions, choose, make_plan, sweep
     from gccompress.planner.review import Review, check_plan
     from gccompress.recipe import Recipe
     from gccompress.report.plan_figure import plan_figure
@@ -32,6 +32,7 @@ _HOMES = {
     "CalibrationOptions": "calibration",
     "Choice": "planner",
     "ContinuityReport": "continuity",
+    "Curve": "planner",
     "Evaluation": "evaluation",
     "Plan": "plan",
     "PlanDiff": "report.plan_overview",
@@ -52,6 +53,7 @@ _HOMES = {
     "plan_figure": "report.plan_figure",
     "run": "pipeline",
     "show_plan": "report.plan_overview",
+    "sweep": "planner",
     "verify": "verification",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "CalibrationOptions",
     "Choice",
     "ContinuityReport",
+    "Curve",
     "Evaluation",
     "GccompressError",
     "Plan",
@@ -81,6 +84,7 @@ __all__ = [
     "plan_figure",
     "run",
     "show_plan",
+    "sweep",
     "verify",
 ]
 

@@ -55,6 +55,7 @@ class Spaces(StrEnum):
 
     measured = "measured"
     paper = "paper"
+    any = "any"
 
 
 class ProbeChoice(StrEnum):

@@ -41,6 +41,21 @@ def plan(
     max_size: Annotated[
         str | None, typer.Option(help="Bytes of the whole checkpoint, such as 200MB or 1.5GiB.")
     ] = None,
+    speedup: Annotated[
+        float | None,
+        typer.Option(help="Prefill so many times as fast, by latencies measured on this device."),
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="The smallest model at most so many nats per token worse, as measured."),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HIGH:LOW[:STEP]",
+            help="A plan for every share to keep, such as 0.95:0.5:0.05; --out is then a folder.",
+        ),
+    ] = None,
     strategy: Annotated[
         Strategy,
         typer.Option(
@@ -50,7 +65,15 @@ def plan(
             "lowrank: every matrix alone, alike; prune: drop layers."
         ),
     ] = Strategy.auto,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The plan's file.")] = Path("plan.yaml"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            help="The plan's file, or with --sweep a folder.",
+            show_default="plan.yaml or plans",
+        ),
+    ] = None,
     calibration: Annotated[
         str,
         typer.Option(
@@ -78,7 +101,10 @@ def plan(
         typer.Option(help="Gradients of the text's own labels and of N sampled ones: data+N."),
     ] = "data+1",
     spaces: Annotated[
-        Spaces, typer.Option(help="Share the spaces measured on this model, or the paper's.")
+        Spaces,
+        typer.Option(
+            help="Share the spaces measured on this model, the paper's, or any that pays."
+        ),
     ] = Spaces.measured,
     longest: Annotated[
         int, typer.Option(min=1, help="auto: most adjacent layers on one basis.")
@@ -103,6 +129,8 @@ def plan(
 
     Nothing is written but the plan. Moments and spectra are cached: another budget takes seconds.
 
+    One budget: --keep, --max-size, --speedup or --max-loss; --sweep draws the whole curve.
+
     Example: gccompress plan --model smollm2-135m --keep 0.8 -o plan.yaml
     """
     if context.invoked_subcommand is not None:
@@ -111,12 +139,21 @@ def plan(
     if model is None:
         context.fail("Missing option '--model'.")
     from gccompress.calibration import CalibrationOptions
+    from gccompress.files import refuse_non_empty
     from gccompress.moments import Fisher
-    from gccompress.planner import PlanOptions, budget_of, choose
+    from gccompress.planner import PlanOptions, budget_of, choose, keeps_of
+    from gccompress.planner import sweep as sweep_budgets
     from gccompress.planner.weights_only import choose_from_weights
 
-    budget = budget_of(keep, max_size)
-    if out.is_dir():
+    budgets = (keep, max_size, speedup, max_loss)
+    if sweep is not None and any(value is not None for value in (*budgets, no_calibration or None)):
+        raise GccompressError("--sweep is a budget by itself, and needs calibration; give no other")
+    keeps = None if sweep is None else keeps_of(sweep)
+    budget = budget_of(*budgets) if sweep is None else None
+    out = out or Path("plan.yaml" if sweep is None else "plans")
+    if sweep is not None:
+        refuse_non_empty(out)
+    elif out.is_dir():
         raise GccompressError(f"--out {out} is a folder; wanted the plan's file, such as plan.yaml")
     plan_options = PlanOptions(
         strategy=strategy.value,
@@ -127,6 +164,7 @@ def plan(
         probe=probe.value,
     )
     if no_calibration:
+        assert budget is not None  # noqa: S101 - no sweep
         choice = choose_from_weights(
             model,
             budget,
@@ -141,14 +179,21 @@ def plan(
         calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
     )
     loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
-    choice = choose(
-        loaded,
-        budget,
-        options=plan_options,
-        calibration=calibration_options,
-        cache_dir=cache_dir,
-    )
-    _finish_plan(choice, out, as_json)
+    settings: dict[str, Any] = {
+        "options": plan_options,
+        "calibration": calibration_options,
+        "cache_dir": cache_dir,
+    }
+    if budget is not None:
+        _finish_plan(choose(loaded, budget, **settings), out, as_json)
+        return
+    curve = sweep_budgets(loaded, keeps or (), **settings)
+    curve.save(out)
+    if as_json:
+        print(json.dumps(curve.to_dict()))
+        return
+    show(curve.table())
+    print(f"\nPlans, curve.json and curve.png written to {out}.")
 
 
 def _refuse_options(context: typer.Context) -> None:

@@ -68,21 +68,33 @@ class LowRank(Move):
 
 
 class ShareInput(Move):
-    """One basis `[rank, in]` for several matrices: `W_l ~ C_l B`."""
+    """One basis `[rank, in]` for several matrices: `W_l ~ C_l B`.
+
+    Attributes:
+        gain: predicted nats per token that sharing saves over factoring each matrix by itself at no
+            more parameters; negative where it loses (None: not compared, or private cannot be so
+            small).
+    """
 
     do: Literal["share_input"] = "share_input"
     roles: tuple[Role, ...] = Field(min_length=1)
     layers: tuple[int, ...] = Field(min_length=1)
     rank: int = Field(ge=1)
+    gain: float | None = None
 
 
 class ShareOutput(Move):
-    """One basis `[out, rank]` for several matrices: `W_l ~ U C_l`."""
+    """One basis `[out, rank]` for several matrices: `W_l ~ U C_l`.
+
+    Attributes:
+        gain: as that of `ShareInput`.
+    """
 
     do: Literal["share_output"] = "share_output"
     roles: tuple[Role, ...] = Field(min_length=1)
     layers: tuple[int, ...] = Field(min_length=1)
     rank: int = Field(ge=1)
+    gain: float | None = None
 
 
 class ResizeMlp(Move):
@@ -129,10 +141,19 @@ class Calibration(Strict):
 
 
 class Budget(Strict):
-    """What was asked for: a share of the decoder projections, or bytes of the checkpoint."""
+    """What was asked for; exactly one.
+
+    Attributes:
+        keep: share of the decoder projections' parameters.
+        max_size: bytes of the checkpoint.
+        speedup: dense over compressed prefill time, on the device where the plan was made.
+        max_loss: nats per token that the perplexity's logarithm may rise, on held-out text.
+    """
 
     keep: float | None = Field(default=None, gt=0, le=1)
     max_size: int | None = Field(default=None, ge=1)
+    speedup: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    max_loss: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @field_validator("max_size", mode="before")
     @classmethod
@@ -141,14 +162,19 @@ class Budget(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> "Budget":
-        if (self.keep is None) == (self.max_size is None):
-            raise ValueError("a budget has exactly one of keep, max_size")
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a budget has exactly one of {', '.join(type(self).model_fields)}")
         return self
 
     def __str__(self) -> str:
         """Return the budget in words."""
         if self.keep is not None:
             return f"keep {self.keep:g} of the decoder projections"
+        if self.speedup is not None:
+            return f"prefill {self.speedup:g} times as fast"
+        if self.max_loss is not None:
+            return f"at most {self.max_loss:g} nats per token worse"
         return f"at most {self.max_size} bytes"
 
 
@@ -191,6 +217,7 @@ class Plan(Strict):
     options: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     moves: tuple[AnyMove, ...]
 
     def to_yaml(self) -> str:
@@ -414,9 +441,11 @@ _Dumper.add_representer(
 def _short(move: AnyMove) -> dict[str, Any]:
     """Return a move's fields in reading order, its loss to four significant digits."""
     data = move.model_dump(mode="json")
-    loss, saves = data.pop("loss"), data.pop("saves")
-    head = {"do": data.pop("do")}
-    tail = {"saves": saves} | ({} if loss is None else {"loss": float(f"{loss:.4g}")})
+    head, tail = {"do": data.pop("do")}, {"saves": data.pop("saves")}
+    for name in ("loss", "gain"):
+        value = data.pop(name, None)
+        if value is not None:
+            tail[name] = float(f"{value:.4g}")
     return head | data | tail
 
 

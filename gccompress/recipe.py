@@ -34,7 +34,7 @@ class PlanSection(_Section):
     """How plans are searched; see `planner.PlanOptions`."""
 
     strategy: Literal["auto", "ranks", "width", "plain", "share", "lowrank", "prune"] = "auto"
-    spaces: Literal["measured", "paper"] = "measured"
+    spaces: Literal["measured", "paper", "any"] = "measured"
     longest: int = Field(default=3, ge=1)
     group: int = Field(default=2, ge=2)
     multiple: int = Field(default=32, ge=1)

@@ -20,7 +20,7 @@ def segment(role: Role, first: int, last: int, saved: list[float], dense: int) -
     layers = tuple(range(first, last + 1))
     side = round(dense**0.5)
     return Segment(
-        role=role,
+        roles=(role,),
         layers=layers,
         space=Space.INPUT,
         dense=dense * len(layers),
@@ -45,7 +45,7 @@ def brute_force(segments: list[Segment], budget: int) -> float:
     """Return the least loss over every cut of every role and every rank."""
     options: dict[Role, dict[int, float]] = {}
     for role in (Role.K, Role.V):
-        mine = [one for one in segments if one.role is role]
+        mine = [one for one in segments if one.roles == (role,)]
         layers = 1 + max(one.layers[-1] for one in mine)
         best: list[dict[int, float]] = [{0: 0.0}] + [{} for _ in range(layers)]
         for end in range(1, layers + 1):
@@ -75,7 +75,7 @@ def brute_force(segments: list[Segment], budget: int) -> float:
 
 def params(choice: tuple[Chosen, ...]) -> int:
     """Return the parameters of a choice."""
-    return sum(one.params for one in choice)
+    return sum(one.cost for one in choice)
 
 
 def part_of(one: Chosen) -> Segment:
@@ -94,9 +94,9 @@ def parts(choice: tuple[Chosen, ...]) -> list[Segment]:
 def test_within_budget_complete_and_near_the_true_optimum(seed: int, keep: float) -> None:
     segments = random_segments(seed)
     budget = int(keep * 6 * 36)
-    choice = allocate(segments, (), budget, multiple=1)
+    choice = allocate(segments, (), budget, multiple=1).chosen
     assert params(choice) <= budget
-    covered = sorted((part.role, layer) for part in parts(choice) for layer in part.layers)
+    covered = sorted((part.roles[0], layer) for part in parts(choice) for layer in part.layers)
     assert covered == sorted((role, layer) for role in (Role.K, Role.V) for layer in range(3))
     loss = sum(one.loss for one in choice)
     optimum = brute_force(segments, budget)
@@ -112,8 +112,8 @@ def test_letting_segments_compete_never_loses(seed: int, keep: float) -> None:
     alone = [one for one in segments if len(one.layers) == 1]
     budget = int(keep * 6 * 36)
     # At equal price, not at equal budget: compare with the slack that a hull step leaves.
-    free = sum(one.loss for one in allocate(segments, (), budget, multiple=1))
-    private = sum(one.loss for one in allocate(alone, (), budget, multiple=1))
+    free = sum(one.loss for one in allocate(segments, (), budget, multiple=1).chosen)
+    private = sum(one.loss for one in allocate(alone, (), budget, multiple=1).chosen)
     largest = max(float(one.saved.max()) for one in segments)
     assert free <= private + 2 * largest
 
@@ -123,7 +123,7 @@ def test_letting_segments_compete_never_loses(seed: int, keep: float) -> None:
 def test_ranks_are_multiples_and_save(seed: int, keep: float, multiple: int) -> None:
     segments = random_segments(seed)
     try:
-        choice = allocate(segments, (), int(keep * 216), multiple=multiple)
+        choice = allocate(segments, (), int(keep * 216), multiple=multiple).chosen
     except PlanError:
         return
     for one in choice:
@@ -131,11 +131,11 @@ def test_ranks_are_multiples_and_save(seed: int, keep: float, multiple: int) -> 
         if size:
             # A matrix that is smaller than the multiple has one size only.
             assert size % multiple == 0 or size < multiple
-            assert one.params < one.option.params[-1] or len(part_of(one).layers) > 1
+            assert one.cost < one.option.costs[-1] or len(part_of(one).layers) > 1
 
 
 def test_everything_kept_is_dense_and_nothing_lost() -> None:
-    choice = allocate(random_segments(0), (), 216, multiple=1)
+    choice = allocate(random_segments(0), (), 216, multiple=1).chosen
     assert all(one.move is None for one in choice)
 
 
@@ -150,7 +150,7 @@ def test_identical_layers_share_when_it_saves() -> None:
     alone = [segment(Role.K, layer, layer, saved, 16) for layer in (0, 1)]
     # Identical matrices: the pair loses twice as much per rank, at three quarters of the size.
     pair = segment(Role.K, 0, 1, [2 * s for s in saved], 16)
-    choice = allocate([*alone, pair], (), 24, multiple=1)
+    choice = allocate([*alone, pair], (), 24, multiple=1).chosen
     assert [part.layers for part in parts(choice)] == [(0, 1)]
 
 
@@ -195,7 +195,7 @@ def mlp(seed: int, layers: int = 4) -> tuple[list[Segment], list[Width]]:
 def test_an_mlp_is_narrowed_or_factored_never_both(seed: int, keep: float) -> None:
     segments, widths = mlp(seed)
     budget = int(keep * 4 * 3 * 36)
-    choice = allocate(segments, widths, budget, multiple=1)
+    choice = allocate(segments, widths, budget, multiple=1).chosen
     assert params(choice) <= budget
     covered = []
     for one in choice:
@@ -203,19 +203,19 @@ def test_an_mlp_is_narrowed_or_factored_never_both(seed: int, keep: float) -> No
             roles = (Role.GATE, Role.UP, Role.DOWN)
             covered += [(role, one.option.candidate.layer) for role in roles]
         else:
-            covered += [(part_of(one).role, layer) for layer in part_of(one).layers]
+            covered += [(part_of(one).roles[0], layer) for layer in part_of(one).layers]
     assert len(covered) == len(set(covered)) == 12
     # Freedom to narrow is never worse, up to what a hull step leaves over.
     slack = 2 * max(float(one.saved.max()) for one in segments)
     without = allocate(segments, (), budget, multiple=1)
-    assert sum(one.loss for one in choice) <= sum(one.loss for one in without) + slack
+    assert sum(one.loss for one in choice) <= sum(one.loss for one in without.chosen) + slack
 
 
 def test_the_scale_of_a_kind_decides_between_kinds() -> None:
     segments, widths = mlp(1)
     budget = 300
     for scales, kind in ((Scales(rank=1e6), Width), (Scales(width=1e6), Segment)):
-        choice = allocate(segments, widths, budget, multiple=1, scales=scales)
+        choice = allocate(segments, widths, budget, multiple=1, scales=scales).chosen
         changed = [one for one in choice if one.move is not None]
         assert changed and all(isinstance(one.option.candidate, kind) for one in changed)
 

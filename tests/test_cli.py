@@ -286,7 +286,7 @@ SOURCE = (*KEEP, "0.8", *PLAN, "--calibration")
         ((*KEEP, "0.8", "--fisher", "some"), "data+1"),
         ((*KEEP, "0.8", "--seqlen", "0"), "--seqlen"),
         ((*KEEP, "0.8", *PLAN, "--heldout-tokens", "-64"), "--heldout-tokens"),
-        ((*KEEP, "0.8", *PLAN, "--multiple", "999"), "--multiple"),
+        ((*KEEP, "0.8", *PLAN, "--multiple", "999", "--strategy", "width"), "--multiple"),
         ((*KEEP, "0.8", "-o", "empty"), "a folder"),
         ((*KEEP, "0.8", "--no-calibration", "--strategy", "prune"), "--no-calibration"),
         ((*KEEP, "0.8", "--device", "tpu"), "tpu"),

@@ -26,7 +26,7 @@ from gccompress.plan import (
     plan_params,
 )
 from gccompress.planner import STRATEGIES, PlanOptions, budget_of, choose, make_plan
-from gccompress.planner.survey import survey
+from gccompress.planner.survey import bases, survey
 from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role
 from gccompress.view import ModelView, model_shape
@@ -310,8 +310,9 @@ def test_an_interrupted_survey_goes_on(
 
     view = ModelView(loaded.model)
     moments = calibrate(loaded, view, CALIBRATION, Path(cache)).moments
-    whole = survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "a")
-    price, seen = module._price_role, []
+    shared = bases(view.roles, PAPER_SPACE, 2, joint=True)
+    whole = survey(view, moments, shared, damping=Damping(), cache=tmp_path / "a")
+    price, seen = module._price_alone, []
 
     def dies_at_down(*args: Any) -> Any:
         seen.append(args[2])
@@ -319,14 +320,14 @@ def test_an_interrupted_survey_goes_on(
             raise KeyboardInterrupt
         return price(*args)
 
-    monkeypatch.setattr(module, "_price_role", dies_at_down)
+    monkeypatch.setattr(module, "_price_alone", dies_at_down)
     with pytest.raises(KeyboardInterrupt):
-        survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "b")
-    again = survey(view, moments, PAPER_SPACE, longest=2, damping=Damping(), cache=tmp_path / "b")
+        survey(view, moments, shared, damping=Damping(), cache=tmp_path / "b")
+    again = survey(view, moments, shared, damping=Damping(), cache=tmp_path / "b")
     assert seen == [*view.roles, Role.DOWN]
     assert again.quantized == whole.quantized
     for one, other in zip(again.segments, whole.segments, strict=True):
-        assert (one.role, one.layers, one.per_rank) == (other.role, other.layers, other.per_rank)
+        assert (one.roles, one.layers, one.per_rank) == (other.roles, other.layers, other.per_rank)
         assert (one.saved == other.saved).all()
 
 
@@ -335,10 +336,10 @@ def test_a_damaged_survey_is_made_again(
 ) -> None:
     view = ModelView(loaded.model)
     moments = calibrate(loaded, view, CALIBRATION, Path(cache)).moments
-    first = survey(view, moments, PAPER_SPACE, longest=1, damping=Damping(), cache=tmp_path)
+    first = survey(view, moments, (), damping=Damping(), cache=tmp_path)
     for path in (tmp_path / "surveys").iterdir():
         path.write_bytes(b"damaged")
-    again = survey(view, moments, PAPER_SPACE, longest=1, damping=Damping(), cache=tmp_path)
+    again = survey(view, moments, (), damping=Damping(), cache=tmp_path)
     assert "damaged" in caplog.text
     assert again.quantized == first.quantized
 

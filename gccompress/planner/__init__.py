@@ -11,16 +11,20 @@ from gccompress.planner.choice import (
     make_plan,
     options_of,
 )
+from gccompress.planner.curve import Curve, keeps_of, sweep
 
 __all__ = [
     "STRATEGIES",
     "Candidate",
     "Choice",
+    "Curve",
     "Damping",
     "PlanOptions",
     "budget_of",
     "choose",
     "continuity_of",
+    "keeps_of",
     "make_plan",
     "options_of",
+    "sweep",
 ]

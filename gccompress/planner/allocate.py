@@ -1,23 +1,22 @@
-"""One price for every parameter: the ranks, segments and widths that lose least under a budget.
+"""One price for every unit of the budget: the ranks, bases and widths that lose least under it.
 
-For a price tau every size of every candidate costs `predicted loss + tau * parameters`. The best
-cut of a role's layers into segments is a dynamic programme over segment ends; the MLP's roles are
-cut together, since a layer's MLP is either factored or narrowed. Bisection on tau meets the budget.
+For a price tau every size of every candidate costs `predicted loss + tau * cost`; `cuts` finds the
+cheapest choice, bisection on tau meets the budget. The budget is in parameters, or in nanoseconds.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gccompress.errors import PlanError
-from gccompress.plan import AnyMove
+from gccompress.planner.cuts import Chosen, Gone, Option, cheapest_cuts
 from gccompress.planner.survey import Segment, Width
-from gccompress.roles import MLP, Role
 from gccompress.sizes import largest_saving_rank
 
-BISECTIONS = 60
+BISECTIONS = 32  # of a price between 1e-18 and 1: to a millionth part of itself
 
 
 @dataclass(frozen=True)
@@ -35,45 +34,62 @@ class Scales:
     drop: float = 1.0
 
 
+class Costs(Protocol):
+    """What candidates take of a budget, in whole units."""
+
+    unit: str
+
+    def ranks(self, segment: Segment, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of a segment at each rank."""
+
+    def dense(self, segment: Segment) -> int:
+        """Return the cost of a segment's matrices as they are."""
+
+    def widths(self, width: Width, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of an MLP at each width."""
+
+
+class Params:
+    """A budget of decoder-projection parameters."""
+
+    unit = "decoder parameters"
+
+    def ranks(self, segment: Segment, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return parameters."""
+        return ranks * segment.per_rank
+
+    def dense(self, segment: Segment) -> int:
+        """Return parameters."""
+        return segment.dense
+
+    def widths(self, width: Width, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return parameters."""
+        return sizes * width.per_neuron
+
+
 @dataclass(frozen=True)
-class Option:
-    """One candidate with all the sizes it can have, the smallest first.
+class Allocation:
+    """The choice that loses least, and the price at which it was found.
 
     Attributes:
-        candidate: what it is.
-        sizes: rank or width of each; 0 means dense, which comes last where it is possible.
-        params: parameters of each.
-        losses: predicted nats per token of each, calibrated by kind.
+        chosen: every candidate with its size; dense and dropped ones too.
+        tau: nats per unit of the budget.
+        options: everything it was chosen from.
     """
 
-    candidate: Segment | Width
-    sizes: NDArray[np.int64]
-    params: NDArray[np.int64]
-    losses: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """An option at one of its sizes."""
-
-    option: Option
-    index: int
+    chosen: tuple[Chosen, ...]
+    tau: float
+    options: tuple[Option, ...] = field(repr=False, default=())
 
     @property
-    def params(self) -> int:
-        """Parameters it takes."""
-        return int(self.option.params[self.index])
+    def cost(self) -> int:
+        """What it takes of the budget."""
+        return _cost(self.chosen)
 
     @property
     def loss(self) -> float:
-        """Predicted nats per token, calibrated by kind."""
-        return float(self.option.losses[self.index])
-
-    @property
-    def move(self) -> AnyMove | None:
-        """The move, or None when it stays dense."""
-        size = int(self.option.sizes[self.index])
-        return self.option.candidate.move(size) if size else None
+        """Predicted nats per token, calibrated by kind, without the dropped layers' own."""
+        return sum(one.loss for one in self.chosen)
 
 
 def allocate(
@@ -83,180 +99,126 @@ def allocate(
     *,
     multiple: int,
     scales: Scales = Scales(),  # noqa: B008 - frozen
-) -> tuple[Chosen, ...]:
-    """Return the choice with the least predicted loss whose parameters are at most `budget`.
+    costs: Costs = Params(),  # noqa: B008 - stateless
+    dropped: frozenset[int] = frozenset(),
+) -> Allocation:
+    """Return the choice with the least predicted loss whose cost is at most `budget`.
 
     Args:
         segments: candidates; every layer of every role has one of its own.
         widths: candidates for whole MLPs, at most one a layer.
-        budget: decoder-projection parameters allowed.
+        budget: what it may cost, in the unit of `costs`.
         multiple: ranks and widths are multiples of this.
         scales: what a predicted nat of each kind is worth.
+        costs: what candidates cost.
+        dropped: layers that are gone: they cost nothing here, and nothing spans them.
 
     Raises:
         PlanError: the budget is below the smallest that these candidates reach.
     """
-    by_role: dict[Role, list[Option]] = {}
-    for segment in segments:
-        option = _segment_sizes(segment, multiple, scales.rank)
-        if len(option.sizes):
-            by_role.setdefault(segment.role, []).append(option)
-    sized = {one.layer: _width_sizes(one, multiple, scales.width) for one in widths}
-    narrowed = {layer: option for layer, option in sized.items() if len(option.sizes)}
-    smallest = _best(by_role, narrowed, float("inf"))
-    if _params(smallest) > budget:
-        dense = sum(segment.dense for segment in segments if len(segment.layers) == 1)
+    options = _options(segments, widths, multiple, scales, costs, dropped)
+    smallest = cheapest_cuts(options, float("inf"))
+    if _cost(smallest) > budget:
+        dense = sum(costs.dense(one) for one in segments if len(one.matrices) == 1)
         raise PlanError(
-            f"budget of {budget} decoder parameters ({budget / dense:.3f} kept): the smallest this "
-            f"strategy reaches is {_params(smallest)} ({_params(smallest) / dense:.3f} kept) with "
+            f"budget of {budget} {costs.unit} ({budget / dense:.3f} kept): the smallest this "
+            f"strategy reaches is {_cost(smallest)} ({_cost(smallest) / dense:.3f} kept) with "
             f"sizes in steps of {multiple}; raise the budget, lower --multiple or use another "
             "strategy"
         )
     low, high, best = 1e-18, 1.0, smallest
     for _ in range(BISECTIONS):
         tau = (low * high) ** 0.5
-        choice = _best(by_role, narrowed, tau)
-        if _params(choice) <= budget:
+        choice = cheapest_cuts(options, tau)
+        if _cost(choice) <= budget:
             high, best = tau, choice
         else:
             low = tau
-    return _fill(best, budget)
+    return Allocation(_fill(best, budget), high, options)
 
 
-def _segment_sizes(segment: Segment, multiple: int, scale: float) -> Option:
-    """Return every rank of a segment that saves, and dense for one layer."""
-    limit = min(len(segment.saved), largest_saving_rank(segment.dense, segment.per_rank))
-    step = min(multiple, limit)  # a matrix smaller than the multiple can still be factored
-    ranks = np.arange(step, limit + 1, step) if step else np.array([], dtype=np.int64)
-    losses, params = segment.tail()[ranks] * scale, ranks * segment.per_rank
-    if len(segment.layers) == 1:
-        ranks, losses = np.append(ranks, 0), np.append(losses, 0.0)
-        params = np.append(params, segment.dense)
-    return Option(segment, ranks.astype(np.int64), params.astype(np.int64), losses)
+def private_loss(segment: Segment, alone: Sequence[Segment], rank: int, multiple: int) -> float:
+    """Return the least predicted loss of the same matrices, each by itself, at no more parameters.
+
+    Infinite where the private alternative cannot be as small.
+
+    Args:
+        segment: a shared candidate.
+        alone: the segments of its matrices, one each.
+        rank: of the shared basis.
+        multiple: of private ranks.
+    """
+    options = [option for one in alone if (option := _segment_sizes(one, multiple, 1.0, Params()))]
+    smallest = tuple(Chosen(option, 0) for option in options)
+    budget = rank * segment.per_rank
+    if _cost(smallest) > budget:
+        return float("inf")
+    # One after the other from the smallest is right where losses are convex in size, as they are.
+    return sum(one.loss for one in _fill(smallest, budget))
 
 
-def _width_sizes(width: Width, multiple: int, scale: float) -> Option:
-    """Return every width of an MLP below its own; none where the multiple is not below it."""
-    sizes = np.arange(multiple, width.inner, multiple)
-    losses = width.losses[width.inner - sizes] * scale
-    return Option(width, sizes.astype(np.int64), sizes * width.per_neuron, losses)
-
-
-def _best(
-    by_role: Mapping[Role, list[Option]], narrowed: Mapping[int, Option], tau: float
-) -> tuple[Chosen, ...]:
-    """Return the cheapest choice at price `tau` (infinite: the smallest)."""
-    found: list[Chosen] = []
-    cuts = {role: _Cuts(options, tau) for role, options in by_role.items()}
-    for role, cut in cuts.items():
-        if role not in MLP or not narrowed:
-            found += cut.best(0, cut.layers)
-    mlp = [cut for role, cut in cuts.items() if role in MLP]
-    if mlp and narrowed:
-        found += _best_mlps(mlp, {layer: _cheapest(one, tau) for layer, one in narrowed.items()})
+def _options(
+    segments: Sequence[Segment],
+    widths: Sequence[Width],
+    multiple: int,
+    scales: Scales,
+    costs: Costs,
+    dropped: frozenset[int],
+) -> tuple[Option, ...]:
+    """Return every candidate with its sizes."""
+    found: list[Option] = []
+    for segment in segments:
+        if not dropped & set(segment.layers):
+            option = _segment_sizes(segment, multiple, scales.rank, costs)
+            found += [] if option is None else [option]
+        elif len(segment.matrices) == 1:
+            nothing = np.zeros(1, dtype=np.int64)
+            gone = Gone(segment.roles[0], segment.layers[0])
+            found.append(Option(gone, nothing, nothing, np.zeros(1)))
+    for width in widths:
+        # None where the multiple is not below what the MLP has.
+        sizes = np.arange(multiple, width.inner, multiple, dtype=np.int64)
+        if len(sizes) and width.layer not in dropped:
+            losses = width.losses[width.inner - sizes] * scales.width
+            found.append(Option(width, sizes, costs.widths(width, sizes), losses))
     return tuple(found)
 
 
-def _best_mlps(
-    cuts: Sequence["_Cuts"], narrowed: Mapping[int, tuple[float, Chosen]]
-) -> list[Chosen]:
-    """Choose for every layer's MLP: narrowed, or in a run of layers that are factored or dense."""
-    layers = cuts[0].layers
-    cost = [0.0] + [float("inf")] * layers
-    start_of_run: list[int | None] = [None] * (layers + 1)  # None: narrowed
-    for end in range(1, layers + 1):
-        for start in range(end):
-            total = cost[start] + sum(cut.cost(start, end) for cut in cuts)
-            if total < cost[end]:
-                cost[end], start_of_run[end] = total, start
-        if end - 1 in narrowed and cost[end - 1] + narrowed[end - 1][0] < cost[end]:
-            cost[end], start_of_run[end] = cost[end - 1] + narrowed[end - 1][0], None
-    found: list[Chosen] = []
-    end = layers
-    while end:
-        first = start_of_run[end]
-        if first is None:
-            found.append(narrowed[end - 1][1])
-            end -= 1
-        else:
-            found += [chosen for cut in cuts for chosen in cut.best(first, end)]
-            end = first
-    return found
-
-
-class _Cuts:
-    """The cheapest cuts of every run of layers of one role at one price."""
-
-    def __init__(self, options: Sequence[Option], tau: float) -> None:
-        """Price every segment once."""
-        self.layers = 1 + max(_segment(one).layers[-1] for one in options)
-        self._ends: list[list[tuple[int, float, Chosen]]] = [[] for _ in range(self.layers + 1)]
-        # Shorter segments first: at a tie the private alternative stays.
-        for one in sorted(options, key=lambda o: len(_segment(o).layers)):
-            layers = _segment(one).layers
-            self._ends[layers[-1] + 1].append((layers[0], *_cheapest(one, tau)))
-        self._runs: dict[int, tuple[list[float], list[tuple[int, Chosen] | None]]] = {}
-
-    def cost(self, start: int, end: int) -> float:
-        """Return the price of layers `start` to `end`, exclusive."""
-        return self._run(start)[0][end]
-
-    def best(self, start: int, end: int) -> list[Chosen]:
-        """Return the cut of layers `start` to `end`, exclusive, in order."""
-        last, found = self._run(start)[1], []
-        while end > start:
-            step = last[end]
-            assert step is not None  # noqa: S101 - every layer has a segment of its own
-            end, chosen = step
-            found.append(chosen)
-        return found[::-1]
-
-    def _run(self, start: int) -> tuple[list[float], list[tuple[int, Chosen] | None]]:
-        """Return, for every end, the price from `start` and the last segment with its start."""
-        if start not in self._runs:
-            cost = [float("inf")] * (self.layers + 1)
-            last: list[tuple[int, Chosen] | None] = [None] * (self.layers + 1)
-            cost[start] = 0.0
-            for end in range(start + 1, self.layers + 1):
-                for first, price, chosen in self._ends[end]:
-                    if first >= start and cost[first] + price < cost[end]:
-                        cost[end], last[end] = cost[first] + price, (first, chosen)
-            self._runs[start] = cost, last
-        return self._runs[start]
-
-
-def _segment(option: Option) -> Segment:
-    assert isinstance(option.candidate, Segment)  # noqa: S101 - widths are kept apart
-    return option.candidate
-
-
-def _cheapest(option: Option, tau: float) -> tuple[float, Chosen]:
-    """Return the price and the size of an option at `tau`."""
-    infinite = tau == float("inf")
-    prices = option.params.astype(float) if infinite else option.losses + tau * option.params
-    index = int(np.argmin(prices))
-    return float(prices[index]), Chosen(option, index)
+def _segment_sizes(segment: Segment, multiple: int, scale: float, costs: Costs) -> Option | None:
+    """Return every rank of a segment that saves, and dense for one matrix; None without any."""
+    limit = min(len(segment.saved), largest_saving_rank(segment.dense, segment.per_rank))
+    step = min(multiple, limit)  # a matrix smaller than the multiple can still be factored
+    ranks = np.arange(step, limit + 1, step) if step else np.array([], dtype=np.int64)
+    sizes = ranks.astype(np.int64)
+    losses, cost = segment.tail()[ranks] * scale, costs.ranks(segment, sizes)
+    if len(segment.matrices) == 1:
+        cheaper = cost < costs.dense(segment)  # in time, a factored matrix can be the dearer one
+        sizes, losses, cost = sizes[cheaper], losses[cheaper], cost[cheaper]
+        sizes, losses = np.append(sizes, 0), np.append(losses, 0.0)
+        cost = np.append(cost, costs.dense(segment))
+    return Option(segment, sizes, cost.astype(np.int64), losses) if len(sizes) else None
 
 
 def _fill(choice: tuple[Chosen, ...], budget: int) -> tuple[Chosen, ...]:
     """Spend what the bisection left over, one size at a time where it saves most."""
     chosen = list(choice)
-    left = budget - _params(choice)
+    left = budget - _cost(choice)
     while True:
         best, gain = -1, 0.0
         for index, one in enumerate(chosen):
             if one.index + 1 == len(one.option.sizes):
                 continue
             step = Chosen(one.option, one.index + 1)
-            more = step.params - one.params
-            if more <= left and (one.loss - step.loss) / more > gain:
-                best, gain = index, (one.loss - step.loss) / more
+            more, saved = step.cost - one.cost, one.loss - step.loss
+            rate = saved / more if more > 0 else float("inf") if saved > 0 else 0.0
+            if more <= left and rate > gain:
+                best, gain = index, rate
         if best < 0:
             return tuple(chosen)
-        left += chosen[best].params
+        left += chosen[best].cost
         chosen[best] = Chosen(chosen[best].option, chosen[best].index + 1)
-        left -= chosen[best].params
+        left -= chosen[best].cost
 
 
-def _params(choice: Sequence[Chosen]) -> int:
-    return sum(one.params for one in choice)
+def _cost(choice: Sequence[Chosen]) -> int:
+    return sum(one.cost for one in choice)

@@ -71,7 +71,9 @@ class Choice:
             if found.energy_lost is not None:
                 loss = f"{100 * found.energy_lost:.2f}% energy"
             kept = f"{found.params_kept:.3f}"
-            table.add_row(mark + one.strategy, kept, size, loss, _range(found), speed, one.reason)
+            table.add_row(
+                mark + one.strategy, kept, size, loss, shown_range(found), speed, one.reason
+            )
         return table
 
     def sentences(self) -> Iterator[str]:
@@ -93,14 +95,16 @@ class Choice:
         found = self.plan.prediction
         if found.ppl is not None:
             how = "measured in memory" if found.measured else "extrapolated"
-            yield f"Perplexity on held-out calibration text: {_range(found)}, {how}."
+            yield f"Perplexity on held-out calibration text: {shown_range(found)}, {how}."
         elif self.plan.calibration is not None:
             yield "No held-out text was asked for, so no perplexity is predicted."
+        yield from (f"{found}." for found in self.plan.findings)
         for note in self.plan.notes:
             yield f"Note: {note}."
 
 
-def _range(found: Prediction) -> str:
+def shown_range(found: Prediction) -> str:
+    """Return a predicted perplexity with its band; `~` marks what was not measured."""
     if found.ppl is None:
         return "-"
     about = "" if found.measured else "~"

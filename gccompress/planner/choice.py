@@ -1,42 +1,23 @@
-"""From a model to a Plan: analyse, calibrate, price, let the strategies compete, probe."""
+"""What plans are searched by, and the ways in: `choose` and `make_plan`; `search` does the work."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-import gccompress
-from gccompress.calibration import (
-    Calibrated,
-    CalibrationOptions,
-    calibrate,
-    damping_warnings,
-)
-from gccompress.continuity import ContinuityReport, analyze, space_of
+from gccompress.calibration import CalibrationOptions
+from gccompress.continuity import ContinuityReport, analyze
 from gccompress.errors import GccompressError, PlanError
 from gccompress.files import cache_folder, write_text
 from gccompress.linalg import Damping
-from gccompress.models import LoadedModel, open_model, stored_dtype
+from gccompress.models import LoadedModel, open_model
 from gccompress.moments import Fisher
-from gccompress.plan import (
-    AnyMove,
-    Budget,
-    Plan,
-    PlannedModel,
-    Prediction,
-    plan_params,
-)
-from gccompress.planner import strategies
-from gccompress.planner.allocate import Scales
-from gccompress.planner.candidates import Candidate, Choice
-from gccompress.planner.probe import Probe, Prober
-from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Survey, survey
+from gccompress.plan import Budget, Plan, PlannedModel
+from gccompress.planner.candidates import Choice
+from gccompress.planner.probe import Probe
 from gccompress.recipe import Recipe
-from gccompress.roles import PAPER_SPACE, Role, Space
 from gccompress.sizes import ModelShape, bytes_of
-from gccompress.view import ModelView, model_shape
+from gccompress.view import ModelView
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +26,6 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 # Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
 UNPROBED_SCALE = (1.5, 2.5, 4.0)
-# The same by kind of move, in the middle of what was measured, where no probe says better.
-USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
 LARGEST_NLL = 100.0  # nats per token that are shown as a perplexity; far beyond any use
 HEADER_BYTES = 4096  # of a safetensors file, and about this much again per 30 tensors
 
@@ -57,7 +36,8 @@ class PlanOptions:
 
     Attributes:
         strategy: which candidate becomes the plan; `auto` is the allocated one.
-        spaces: shared spaces from what was `measured` on this model, or the `paper`'s table.
+        spaces: shared spaces from what was `measured` on this model, or the `paper`'s table, or
+            `any`: every role may share either.
         longest: most adjacent layers that `auto` lets share a basis (1: none).
         group: layers per group of the uniform `share` strategy.
         multiple: ranks are multiples of this.
@@ -66,7 +46,7 @@ class PlanOptions:
     """
 
     strategy: Strategy = "auto"
-    spaces: Literal["measured", "paper"] = "measured"
+    spaces: Literal["measured", "paper", "any"] = "measured"
     longest: int = 3
     group: int = 2
     multiple: int = 32
@@ -98,56 +78,9 @@ def choose(
         PlanError: the chosen strategy cannot meet the budget; says the closest that can be.
         TextError, NumericalError, UnsupportedModelError: from the stages it runs.
     """
-    options = options or PlanOptions()
-    cache = cache_folder(cache_dir)
-    view = ModelView(loaded.model)
-    shape = model_shape(view, stored_dtype(loaded))
-    target = decoder_budget(budget, shape)
-    spaces = _spaces(loaded, options, cache_dir)
-    calibrated = calibrate(loaded, view, calibration or CalibrationOptions(), cache)
-    priced = survey(
-        view,
-        calibrated.moments,
-        spaces,
-        longest=max(options.longest, options.group),  # `share` wants its groups priced too
-        damping=options.damping,
-        cache=cache,
-    )
+    from gccompress.planner.search import Search
 
-    def moves_of(name: Strategy, scales: Scales) -> list[AnyMove] | PlanError:
-        return _moves(name, priced, calibrated, shape, target, spaces, options, scales)
-
-    found = {name: moves_of(name, USUAL_SCALES) for name in STRATEGIES}
-    prober = None
-    if options.probe != "none" and len(calibrated.heldout):
-        prober = Prober(view, calibrated.moments, options.damping, calibrated.heldout)
-        _probe_and_calibrate(prober, found, moves_of, options)
-    chosen = found[options.strategy]
-    if isinstance(chosen, PlanError):
-        raise chosen
-    if prober is not None:  # after `auto` has looked for the best of what plans can do
-        for bits in QUANTIZED_BITS:
-            prober.measure_rounded(f"rtn{bits}", bits, QUANTIZED_GROUP)
-    candidates = tuple(
-        _candidate(name, moves, shape, prober) for name, moves in found.items()
-    ) + tuple(_quantized(bits, priced, shape, prober) for bits in QUANTIZED_BITS)
-    prediction = candidates[STRATEGIES.index(options.strategy)].prediction
-    assert prediction is not None  # noqa: S101 - its moves exist
-    plan = Plan(
-        strategy=options.strategy,
-        budget=budget,
-        model=planned_model(loaded, view, shape),
-        calibration=calibrated.record,
-        prediction=prediction,
-        options=_recorded(options),
-        versions={name: version(name) for name in ("torch", "transformers")}
-        | {"gccompress": gccompress.__version__},
-        notes=damping_warnings(view, calibrated.moments.tokens),
-        moves=tuple(chosen),
-    )
-    for note in plan.notes:
-        logger.warning("%s", note)
-    return Choice(plan, candidates)
+    return Search(loaded, options, calibration, cache_dir).choose(budget)
 
 
 def decoder_budget(budget: Budget, shape: ModelShape) -> int:
@@ -155,7 +88,8 @@ def decoder_budget(budget: Budget, shape: ModelShape) -> int:
     dense = shape.decoder_params()
     if budget.keep is not None:
         return int(budget.keep * dense)
-    assert budget.max_size is not None  # noqa: S101 - the schema says one of the two
+    if budget.max_size is None:
+        raise PlanError(f"budget '{budget}' is none of size; give --keep or --max-size")
     rest = shape.total_params - dense
     # Room for the file's header, which names every tensor.
     header = HEADER_BYTES + 400 * shape.layers * len(shape.matrices)
@@ -168,14 +102,6 @@ def decoder_budget(budget: Budget, shape: ModelShape) -> int:
             "stored in; raise it"
         )
     return min(allowed, dense)
-
-
-def _spaces(
-    loaded: LoadedModel, options: PlanOptions, cache_dir: str | None
-) -> Mapping[Role, Space]:
-    if options.spaces == "paper":
-        return PAPER_SPACE
-    return space_of(continuity_of(loaded, cache_dir))
 
 
 def continuity_of(loaded: LoadedModel, cache_dir: str | None = None) -> ContinuityReport:
@@ -198,6 +124,8 @@ def make_plan(
     *,
     keep: float | None = None,
     max_size: int | str | None = None,
+    speedup: float | None = None,
+    max_loss: float | None = None,
     options: PlanOptions | None = None,
     calibration: CalibrationOptions | None = None,
     device: str = "auto",
@@ -209,6 +137,8 @@ def make_plan(
         model: path, alias, hub id, a model in memory, or what `open_model` returned.
         keep: share of decoder-projection parameters to keep, in (0, 1].
         max_size: or bytes of the whole checkpoint, a number or such as `200MB`.
+        speedup: or dense over compressed prefill time on this device, at least 1.
+        max_loss: or nats per token that held-out text may get worse: the smallest such model.
         options: how plans are searched; the strategy is one of its fields.
         calibration: text and estimates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -217,22 +147,38 @@ def make_plan(
     Raises:
         PlanError: the budget is no budget, or cannot be met; says the closest that can be.
     """
-    budget = budget_of(keep, max_size)
+    budget = budget_of(keep, max_size, speedup, max_loss)
     loaded = open_model(model, device=device, cache_dir=cache_dir)
     return choose(
         loaded, budget, options=options, calibration=calibration, cache_dir=cache_dir
     ).plan
 
 
-def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
+def budget_of(
+    keep: float | None = None,
+    max_size: int | str | None = None,
+    speedup: float | None = None,
+    max_loss: float | None = None,
+) -> Budget:
     """Return a checked budget. Raises `PlanError` unless exactly one, valid, is given."""
-    if (keep is None) == (max_size is None):
-        raise PlanError("give one budget: --keep SHARE, such as 0.8, or --max-size BYTES")
+    if sum(value is not None for value in (keep, max_size, speedup, max_loss)) != 1:
+        raise PlanError(
+            "give one budget: --keep SHARE, such as 0.8, --max-size BYTES, --speedup TIMES or "
+            "--max-loss NATS"
+        )
     if keep is not None:
-        if not isinstance(keep, int | float) or not 0 < keep <= 1:  # also refuses NaN
+        if not _is_number(keep) or not 0 < keep <= 1:
             raise PlanError(f"--keep {keep!r}; wanted a share in (0, 1], such as 0.8")
         return Budget(keep=keep)
-    assert max_size is not None  # noqa: S101 - one of the two is given
+    if speedup is not None:
+        if not _is_number(speedup) or speedup < 1:
+            raise PlanError(f"--speedup {speedup!r}; wanted a ratio of at least 1, such as 1.3")
+        return Budget(speedup=speedup)
+    if max_loss is not None:
+        if not _is_number(max_loss) or max_loss <= 0:
+            raise PlanError(f"--max-loss {max_loss!r}; wanted nats per token above 0, such as 0.1")
+        return Budget(max_loss=max_loss)
+    assert max_size is not None  # noqa: S101 - one of them is given
     try:
         size = bytes_of(max_size) if isinstance(max_size, str) else int(max_size)
     except (OverflowError, ValueError) as error:
@@ -240,6 +186,10 @@ def budget_of(keep: float | None, max_size: int | str | None) -> Budget:
     if size < 1:
         raise PlanError(f"--max-size {max_size}; wanted a positive number of bytes, such as 200MB")
     return Budget(max_size=size)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
@@ -257,121 +207,6 @@ def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
         text.seed,
         Fisher.parse(text.fisher),
     )
-
-
-def _moves(
-    strategy: Strategy,
-    priced: Survey,
-    calibrated: Calibrated,
-    shape: ModelShape,
-    target: int,
-    spaces: Mapping[Role, Space],
-    options: PlanOptions,
-    scales: Scales,
-) -> list[AnyMove] | PlanError:
-    """Return a strategy's moves, or its reason for having none."""
-    segments, widths, multiple = priced.segments, priced.widths, options.multiple
-    short = [one for one in segments if len(one.layers) <= options.longest]
-    try:
-        match strategy:
-            case "auto":
-                return strategies.allocated(short, widths, target, multiple, scales)
-            case "ranks":
-                return strategies.allocated(short, (), target, multiple)
-            case "width":
-                return strategies.width(segments, widths, target, multiple)
-            case "plain":
-                influence = calibrated.moments.influence
-                return strategies.plain(
-                    shape, influence, widths, target, multiple=multiple, scales=scales
-                )
-            case "share":
-                return strategies.share(segments, spaces, target, multiple, options.group)
-            case "lowrank":
-                return strategies.lowrank(segments, target, multiple)
-            case "prune":
-                return strategies.prune(shape, calibrated.moments.influence, target)
-    except PlanError as error:
-        return error
-
-
-def _probe_and_calibrate(
-    prober: Prober,
-    found: dict[Strategy, list[AnyMove] | PlanError],
-    moves_of: Callable[[Strategy, Scales], list[AnyMove] | PlanError],
-    options: PlanOptions,
-) -> None:
-    """Measure candidates, and let kinds of move compete at what they measured.
-
-    Dropping layers is always measured, it costs no factorisation. The second order under-states
-    kinds of move differently, so the probes of strategies of one kind scale their kind before
-    `plain` and `auto`, which mix kinds, are made again; should another strategy still measure
-    better than `auto`, `auto` takes its moves.
-    """
-    wanted: set[Strategy] = {"prune", options.strategy}
-    if options.strategy == "plain":
-        wanted |= {"width"}
-    if options.strategy == "auto":
-        wanted |= {"width", "ranks"}
-    if options.probe == "all":
-        wanted = set(STRATEGIES)
-    for name in STRATEGIES:
-        if name in wanted - {"auto", "plain"}:
-            _measure(prober, name, found[name])
-    usual = USUAL_SCALES
-    scales = Scales(
-        rank=_scale(prober, "ranks", found["ranks"], usual.rank),
-        width=_scale(prober, "width", found["width"], usual.width),
-        drop=_scale(prober, "prune", found["prune"], usual.drop),
-    )
-    logger.debug("measured over predicted loss: %s", scales)
-    for name in ("plain", "auto"):
-        found[name] = moves_of(name, scales)
-        if name in wanted:
-            _measure(prober, name, found[name])
-    best = min(prober.found, key=lambda name: prober.found[name].rise, default="auto")
-    if "auto" in prober.found and prober.found[best].rise < prober.found["auto"].rise:
-        logger.info("auto: the moves of %s measured better and are taken", best)
-        found["auto"] = found[cast(Strategy, best)]
-        prober.found["auto"] = prober.found[best]
-
-
-def _measure(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError) -> None:
-    if not isinstance(moves, PlanError):
-        prober.measure(name, moves)
-
-
-def _scale(prober: Prober, name: Strategy, moves: list[AnyMove] | PlanError, usual: float) -> float:
-    """Return measured over predicted loss of a probed strategy, within what can be believed."""
-    if isinstance(moves, PlanError) or name not in prober.found:
-        return usual
-    predicted = sum(move.loss or 0.0 for move in moves)
-    if predicted <= 0:
-        return usual
-    return min(max(prober.found[name].rise / predicted, 0.5), 20.0)
-
-
-def _candidate(
-    strategy: Strategy,
-    moves: list[AnyMove] | PlanError,
-    shape: ModelShape,
-    prober: Prober | None,
-) -> Candidate:
-    if isinstance(moves, PlanError):
-        return Candidate(strategy, (), None, reason=str(moves))
-    decoder, total = plan_params(tuple(moves), shape)
-    loss = sum(move.loss or 0.0 for move in moves)
-    probe = prober.found.get(strategy) if prober else None
-    prediction = Prediction(
-        params_kept=decoder / shape.decoder_params(),
-        params=total,
-        bytes=total * shape.bytes_per_param,
-        loss=loss,
-        **perplexities(prober.dense_nll if prober else None, loss, probe),
-        measured=probe is not None,
-    )
-    before = shape.decoder_params() + shape.head_params
-    return Candidate(strategy, tuple(moves), prediction, before / (decoder + shape.head_params))
 
 
 def perplexities(dense_nll: float | None, loss: float, probe: Probe | None) -> dict[str, float]:
@@ -392,28 +227,6 @@ def perplexities(dense_nll: float | None, loss: float, probe: Probe | None) -> d
     return {name: math.exp(min(dense_nll + rise, LARGEST_NLL)) for name, rise in rises.items()}
 
 
-def _quantized(bits: int, priced: Survey, shape: ModelShape, prober: Prober | None) -> Candidate:
-    """Return the reference row of round-to-nearest on all decoder projections."""
-    decoder = shape.decoder_params()
-    rest = shape.total_params - decoder
-    per_weight = bits + (16 + bits) / QUANTIZED_GROUP
-    loss = priced.quantized[bits]
-    dense_nll, probe = (prober.dense_nll, prober.found[f"rtn{bits}"]) if prober else (None, None)
-    prediction = Prediction(
-        params_kept=1.0,
-        params=shape.total_params,
-        bytes=rest * shape.bytes_per_param + int(decoder * per_weight / 8),
-        loss=loss,
-        **perplexities(
-            prober.dense_nll if prober else None,
-            loss,
-            prober.found[f"rtn{bits}"] if prober else None,
-        ),
-        measured=prober is not None,
-    )
-    return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
-
-
 def planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> PlannedModel:
     """Return what a plan records of its model."""
     return PlannedModel(
@@ -426,14 +239,3 @@ def planned_model(loaded: LoadedModel, view: ModelView, shape: ModelShape) -> Pl
         total_params=shape.total_params,
         matrices=shape.matrices,
     )
-
-
-def _recorded(options: PlanOptions) -> dict[str, str | int | float | bool | None]:
-    return {
-        "spaces": options.spaces,
-        "longest": options.longest,
-        "group": options.group,
-        "multiple": options.multiple,
-        "damping_a": options.damping.a,
-        "damping_g": options.damping.g,
-    }

@@ -3,18 +3,20 @@
 Each returns the moves that meet a budget of decoder-projection parameters, or says why it cannot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gccompress.errors import PlanError
 from gccompress.moments import LayerInfluence
-from gccompress.plan import AnyMove, DropLayers
-from gccompress.planner.allocate import Scales, allocate
+from gccompress.plan import AnyMove, DropLayers, ShareInput, ShareOutput
+from gccompress.planner.allocate import Allocation, Costs, Params, Scales, allocate, private_loss
 from gccompress.planner.survey import Segment, Width
 from gccompress.roles import Role, Space
 from gccompress.sizes import ModelShape, rank_for_share
 
 UNIFORM_BISECTIONS = 40
+LayerBudget = Callable[[int], int]  # from layers that stay to what their projections may cost
+PATIENCE = 2  # dropped layers more that lost before dropping stops
 PLAIN_MULTIPLE = 64  # what runtimes for stock models like their MLP widths to divide by
 
 
@@ -86,7 +88,7 @@ def plain(
 
 def lowrank(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
     """Factor every matrix alone, each to the same share of its size."""
-    return uniform([one for one in segments if len(one.layers) == 1], budget, multiple)
+    return uniform([one for one in segments if len(one.matrices) == 1], budget, multiple)
 
 
 def share(
@@ -106,9 +108,12 @@ def share(
     cut = [
         one
         for one in segments
-        if one.layers in wanted and spaces.get(one.role, Space.NONE) is not Space.NONE
+        if one.layers in wanted
+        and len(one.roles) == 1
+        and spaces.get(one.roles[0], Space.NONE) is not Space.NONE
+        and (len(one.layers) == 1 or one.space is spaces[one.roles[0]])
     ]
-    dense = sum(one.dense for one in segments if len(one.layers) == 1)
+    dense = sum(one.dense for one in segments if len(one.matrices) == 1)
     left_alone = dense - sum(one.dense for one in cut)
     if not cut:
         raise PlanError("no role shares a space, so there is no basis to share")
@@ -126,18 +131,102 @@ def allocated(
     budget: int,
     multiple: int,
     scales: Scales = Scales(),  # noqa: B008 - frozen
+    costs: Costs = Params(),  # noqa: B008 - stateless
 ) -> list[AnyMove]:
-    """Let every size of every candidate given compete at one price per parameter."""
-    chosen = allocate(segments, widths, budget, multiple=multiple, scales=scales)
-    return [one.move for one in chosen if one.move is not None]
+    """Let every size of every candidate given compete at one price per unit of the budget."""
+    allocation = allocate(segments, widths, budget, multiple=multiple, scales=scales, costs=costs)
+    return moves_of(allocation, segments, multiple)
+
+
+def with_drops(
+    segments: Sequence[Segment],
+    widths: Sequence[Width],
+    influence: Sequence[LayerInfluence],
+    budget: LayerBudget,
+    multiple: int,
+    scales: Scales,
+    costs: Costs,
+) -> tuple[list[AnyMove], Allocation]:
+    """Let dropped layers compete too: the layers of least predicted loss go, one more at a time.
+
+    Goes on while dropping one more was predicted to be better within the last `PATIENCE` tries.
+
+    Args:
+        segments: candidates, every matrix alone among them.
+        widths: candidates for whole MLPs.
+        influence: of every layer.
+        budget: what the projections may cost when so many layers stay.
+        multiple: ranks and widths are multiples of this.
+        scales: what a predicted nat of each kind is worth.
+        costs: what candidates cost.
+
+    Raises:
+        PlanError: the budget cannot be met, whatever is dropped.
+    """
+    ranked = sorted(range(len(influence)), key=lambda layer: influence[layer].drop_loss)
+    per_layer = sum(one.dense for one in segments if one.layers == (0,) and len(one.roles) == 1)
+    best: tuple[float, list[AnyMove], Allocation] | None = None
+    failed: PlanError | None = None
+    since = 0
+    for count in range(len(ranked)):
+        gone = tuple(sorted(ranked[:count]))
+        try:
+            found = allocate(
+                segments,
+                widths,
+                budget(len(ranked) - count),
+                multiple=multiple,
+                scales=scales,
+                costs=costs,
+                dropped=frozenset(gone),
+            )
+        except PlanError as error:
+            failed = error
+            continue
+        drop = sum(influence[layer].drop_loss for layer in gone)
+        loss = found.loss + scales.drop * drop
+        if best is None or loss < best[0]:
+            head: list[AnyMove] = []
+            if gone:
+                head.append(DropLayers(layers=gone, loss=drop, saves=per_layer * count))
+            best, since = (loss, [*head, *moves_of(found, segments, multiple)], found), 0
+            continue
+        since += 1
+        if since == PATIENCE:
+            break
+    if best is None:
+        assert failed is not None  # noqa: S101 - no budget was met, so each try failed
+        raise failed
+    return best[1], best[2]
+
+
+def moves_of(allocation: Allocation, segments: Sequence[Segment], multiple: int) -> list[AnyMove]:
+    """Return the moves of an allocation, shared ones with their gain over private factors."""
+    alone = {one.matrices[0]: one for one in segments if len(one.matrices) == 1}
+    found: list[AnyMove] = []
+    for chosen in allocation.chosen:
+        move, candidate = chosen.move, chosen.option.candidate
+        if isinstance(move, ShareInput | ShareOutput) and isinstance(candidate, Segment):
+            private = private_loss(
+                candidate, [alone[key] for key in candidate.matrices], move.rank, multiple
+            )
+            gain = private - (move.loss or 0.0)
+            move = move.model_copy(update={"gain": gain if gain < float("inf") else None})
+        if move is not None:
+            found.append(move)
+    return found
 
 
 def width(
-    segments: Sequence[Segment], widths: Sequence[Width], budget: int, multiple: int
+    segments: Sequence[Segment],
+    widths: Sequence[Width],
+    budget: int,
+    multiple: int,
+    costs: Costs = Params(),  # noqa: B008 - stateless
 ) -> list[AnyMove]:
     """Remove MLP neurons only, where they cost least."""
-    dense = [replace(one, saved=one.saved[:0]) for one in segments if len(one.layers) == 1]
-    return allocated(dense, widths, budget, multiple)
+    dense = [replace(one, saved=one.saved[:0]) for one in segments if len(one.matrices) == 1]
+    return allocated(dense, widths, budget, multiple, costs=costs)
 
 
 def uniform(segments: Sequence[Segment], budget: int, multiple: int) -> list[AnyMove]:
@@ -162,8 +251,8 @@ def uniform(segments: Sequence[Segment], budget: int, multiple: int) -> list[Any
     if not all(chosen):
         one = segments[chosen.index(0)]
         raise PlanError(
-            f"{budget} decoder parameters leave layer {one.layers[0]} {one.role} no rank at a "
-            f"multiple of {multiple}; raise the budget or lower --multiple"
+            f"{budget} decoder parameters leave layer {one.layers[0]} {'+'.join(one.roles)} no "
+            f"rank at a multiple of {multiple}; raise the budget or lower --multiple"
         )
     return [
         one.move(rank)

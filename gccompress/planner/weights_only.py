@@ -154,7 +154,7 @@ def _price(
             table = _spectra(stream, role, space, device)
             with new_file(path) as temporary:
                 save_file(table, temporary)
-        segments += make_segments(stream, role, space, table)
+        segments += make_segments(stream, (role,), space, table)
     return segments
 
 
