@@ -1,6 +1,7 @@
 """`gccompress plan` and its sub-commands: thin."""
 
 import json
+import logging
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from gccompress.cli_options import (
     show,
 )
 from gccompress.errors import GccompressError
+from gccompress.processes import join, main_first, refuse_several
 
 if TYPE_CHECKING:
     from gccompress.planner import Choice
@@ -138,7 +140,7 @@ def plan(
         return
     if model is None:
         context.fail("Missing option '--model'.")
-    from gccompress.calibration import CalibrationOptions
+    from gccompress.calibration import CalibrationOptions, assist
     from gccompress.files import refuse_non_empty
     from gccompress.moments import Fisher
     from gccompress.planner import PlanOptions, budget_of, choose, keeps_of
@@ -165,6 +167,7 @@ def plan(
     )
     if no_calibration:
         assert budget is not None  # noqa: S101 - no sweep
+        refuse_several("plan --no-calibration")
         choice = choose_from_weights(
             model,
             budget,
@@ -178,7 +181,13 @@ def plan(
     calibration_options = CalibrationOptions(
         calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
     )
-    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
+    process = join(device)
+    if not process.main:
+        logging.getLogger("gccompress").setLevel(logging.ERROR)
+    loaded = main_first(lambda: _open(model, device, dtype, revision, cache_dir, trust_remote_code))
+    if not process.main:
+        assist(loaded, calibration_options, cache_dir)
+        return
     settings: dict[str, Any] = {
         "options": plan_options,
         "calibration": calibration_options,
