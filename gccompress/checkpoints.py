@@ -203,10 +203,7 @@ def reload_difference(model: PreTrainedModel, folder: str | Path) -> float:
     """
     reloaded = load_checkpoint(folder, device=model.device, dtype=model.dtype)
     reloaded.set_attn_implementation(model.config._attn_implementation)
-    length = min(32, int(getattr(model.config, "max_position_embeddings", 32)))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (2, length), generator=generator)
-    logits = [_logits(which, ids.to(model.device)) for which in (model, reloaded)]
+    logits = [probe_logits(which) for which in (model, reloaded)]
     for name, values in zip(("model in memory", f"checkpoint {folder}"), logits, strict=True):
         if not bool(torch.isfinite(values).all()):
             raise NumericalError(
@@ -216,13 +213,19 @@ def reload_difference(model: PreTrainedModel, folder: str | Path) -> float:
     return float((logits[0] - logits[1]).abs().max())
 
 
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the logits in fp64, `[batch, length, vocab]`, leaving the model's mode as it was."""
+def probe_logits(model: PreTrainedModel) -> Tensor:
+    """Return fp64 logits `[2, length, vocab]` on two rows of up to 32 random tokens (seed 0).
+
+    In eval mode; the model's mode is as it was afterwards.
+    """
+    length = min(32, int(getattr(model.config, "max_position_embeddings", 32)))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (2, length), generator=generator)
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            logits: Tensor = model(ids, use_cache=False).logits.double()
+            logits: Tensor = model(ids.to(model.device), use_cache=False).logits.double()
     finally:
         model.train(training)
     return logits

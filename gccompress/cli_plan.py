@@ -1,6 +1,7 @@
 """`gccompress plan` and its sub-commands: thin."""
 
 import json
+import logging
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from gccompress.cli_options import (
     show,
 )
 from gccompress.errors import GccompressError
+from gccompress.processes import join, main_first, refuse_several
 
 if TYPE_CHECKING:
     from gccompress.planner import Choice
@@ -135,10 +137,11 @@ def plan(
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
+        refuse_several(f"plan {context.invoked_subcommand}")
         return
     if model is None:
         context.fail("Missing option '--model'.")
-    from gccompress.calibration import CalibrationOptions
+    from gccompress.calibration import CalibrationOptions, assist
     from gccompress.files import refuse_non_empty
     from gccompress.moments import Fisher
     from gccompress.planner import PlanOptions, budget_of, choose, keeps_of
@@ -165,6 +168,7 @@ def plan(
     )
     if no_calibration:
         assert budget is not None  # noqa: S101 - no sweep
+        refuse_several("plan --no-calibration")
         choice = choose_from_weights(
             model,
             budget,
@@ -178,7 +182,13 @@ def plan(
     calibration_options = CalibrationOptions(
         calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
     )
-    loaded = _open(model, device, dtype, revision, cache_dir, trust_remote_code)
+    process = join(device)
+    if not process.main:
+        logging.getLogger("gccompress").setLevel(logging.ERROR)
+    loaded = main_first(lambda: _open(model, device, dtype, revision, cache_dir, trust_remote_code))
+    if not process.main:
+        assist(loaded, calibration_options, cache_dir)
+        return
     settings: dict[str, Any] = {
         "options": plan_options,
         "calibration": calibration_options,
@@ -194,6 +204,124 @@ def plan(
         return
     show(curve.table())
     print(f"\nPlans, curve.json and curve.png written to {out}.")
+
+
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.yaml.")]
+
+
+@app.command()
+def check(
+    plan_path: PlanPath,
+    probe: Annotated[
+        bool, typer.Option(help="Measure the perplexity in memory, on the held-out text.")
+    ] = True,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the numbers found into PLAN; its moves stay.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Or write the plan with them here.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Where the model is, if no longer where it was.")
+    ] = None,
+    allow_other_model: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other-model", help="Try the moves on a model with another hash; calibrates it."
+        ),
+    ] = False,
+    device: Device = "auto",
+    dtype: DtypeOption = None,
+    revision: Revision = None,
+    cache_dir: CacheDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is true of a plan's moves now, as after editing them by hand.
+
+    Sizes, the second-order loss of every move and, measured in memory, the perplexity, beside
+    what the file says. An invalid move is refused, with its line. Comments in the file do not
+    survive --write.
+
+    Example: gccompress plan check plan.yaml --write
+    """
+    from gccompress.planner.review import check_plan
+
+    if write and out is not None:
+        raise GccompressError("--write and --out: give one; --write puts the numbers into PLAN")
+    review = check_plan(
+        plan_path,
+        model,
+        probe=probe,
+        allow_other_model=allow_other_model,
+        device=device,
+        dtype=None if dtype is None else dtype.value,
+        revision=revision,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+    target = plan_path if write else out
+    if target is not None:
+        review.plan.save(target)
+    if as_json:
+        print(json.dumps(review.to_dict()))
+        return
+    for table in review.tables():
+        show(table)
+    print()
+    for line in review.sentences():
+        print(line)
+    if target is not None:
+        print(f"Written to {target}.")
+    elif review.differs:
+        print(f"Write what was found: gccompress plan check {shlex.quote(str(plan_path))} --write")
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A plan.yaml.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show which matrices two plans treat differently, and what each is predicted to cost.
+
+    Example: gccompress plan diff plan.yaml edited.yaml
+    """
+    from gccompress.report.plan_overview import diff_plans
+
+    found = diff_plans(before, after)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    for table in found.tables():
+        show(table)
+    if not found.changes:
+        print("\nThe moves are the same.")
+
+
+@app.command(name="show")
+def lay_out(
+    plan_path: PlanPath,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw it: an image file, such as plan.png.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lay a plan out by layer and projection; the model is not needed.
+
+    Example: gccompress plan show plan.yaml --figure plan.png
+    """
+    from gccompress.report.plan_overview import show_plan
+
+    overview = show_plan(plan_path)
+    if figure is not None:
+        overview.save_figure(figure)
+    if as_json:
+        print(json.dumps(overview.to_dict()))
+        return
+    show(overview.table())
+    if figure is not None:
+        print(f"\nFigure written to {figure}.")
 
 
 def _refuse_options(context: typer.Context) -> None:

@@ -21,6 +21,7 @@ FORMAT_VERSION = 1
 FILE_NAME = "modeling_gccompress.py"
 PREFIX = "gccompress_"
 BASES = "gccompress_bases"
+LAYOUT = "gccompress"  # the config's field
 CODE_HASH = "gccompress_code_sha256"  # in the config: of the copy of this file beside it
 INDEX = "model.safetensors.index.json"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2")
@@ -91,7 +92,7 @@ class LowRankLinear(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """Return the product `[out, in]`."""
-        return self.up.weight @ self.down.weight
+        return _product(self.up.weight, self.down.weight)
 
 
 class _BasisUser(nn.Module):
@@ -126,7 +127,7 @@ class SharedInLinear(_BasisUser):
 
     def dense_weight(self) -> Tensor:
         """Return the product `[out, in]`."""
-        return self.coef.weight @ self.basis.weight
+        return _product(self.coef.weight, self.basis.weight)
 
 
 class SharedOutLinear(_BasisUser):
@@ -146,7 +147,7 @@ class SharedOutLinear(_BasisUser):
 
     def dense_weight(self) -> Tensor:
         """Return the product `[out, in]`."""
-        return self.basis.weight @ self.coef.weight
+        return _product(self.basis.weight, self.coef.weight)
 
 
 class ConcatLinear(nn.Module):
@@ -171,6 +172,12 @@ class ConcatLinear(nn.Module):
     def dense_weight(self) -> Tensor:
         """Return the stacked products `[out, in]`."""
         return torch.cat([dense_weight(part) for part in self.parts])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right` in their dtype, summed in float32 at least and rounded once."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    return (left.to(wide) @ right.to(wide)).to(left.dtype)
 
 
 def dense_weight(module: nn.Module) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 from gccompress.errors import MoveError, PlanError
 from gccompress.plan import (
@@ -56,8 +56,23 @@ class PlanFile:
             try:
                 move_params(move, shape)
             except PlanError as error:
-                fault = MoveError(self.name, number, move.do, str(error))
-                raise (fault.at(self.lines[number]) if self.lines else fault) from None
+                self.refuse(number, str(error))
+
+    def cells(self) -> "dict[tuple[Role, int], Cell]":
+        """Return what becomes of every matrix, by role and layer.
+
+        Raises:
+            PlanError: a move that the matrices named in the plan do not allow; names its line.
+        """
+        shape = decoder_shape(self.plan)
+        if shape is not None:
+            self.check_sizes(shape)
+        return cells(self.plan)
+
+    def refuse(self, number: int, why: str) -> NoReturn:
+        """Raise `PlanError` for a move, naming its line."""
+        fault = MoveError(self.name, number, self.plan.moves[number].do, why)
+        raise (fault.at(self.lines[number]) if self.lines else fault) from None
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def test_points_ascend_to_the_largest(largest: int, count: int, geometric: bool)
     found = points(largest, count, geometric=geometric)
     assert found[-1] == largest and found[0] >= 1
     assert list(found) == sorted(set(found)) and len(found) <= count + 2
-    if largest >= 64 * count:
+    if largest >= 192:
         assert all(one % 32 == 0 for one in found[:-1])
 
 

@@ -38,7 +38,8 @@ PASSES = 2  # of the whole model in a sweep
 REPEATS = 3  # of a product in a sweep, each between two of the reference
 SLOW_PASS = 10.0  # seconds; a model that takes longer is timed once a sweep
 RANKS, WIDTHS = 12, 10  # points of a curve
-STEP = 32  # points are multiples of this where the model is large enough
+STEP = 32  # points are multiples of this, halved until this many of them fit
+MULTIPLES_AT_LEAST = 6
 SAMPLE_SECONDS = 1e-3  # a shorter product is timed several times over
 
 
@@ -373,7 +374,7 @@ def points(largest: int, count: int, *, geometric: bool) -> tuple[int, ...]:
     Geometric ones are denser where ranks that save lie.
     """
     step = STEP
-    while step > max(1, largest // (2 * count)):
+    while step > 1 and step * MULTIPLES_AT_LEAST > largest:
         step //= 2
     spaced = np.geomspace(step, largest, count) if geometric else np.linspace(0, largest, count + 1)
     rounded = {max(step, round(float(one) / step) * step) for one in spaced}

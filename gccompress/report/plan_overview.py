@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from gccompress.errors import PlanError
+from gccompress.files import new_file
 from gccompress.plan import Plan, Prediction
-from gccompress.plan_file import Cell, PlanFile, cells, decoder_shape, planned_roles
+from gccompress.plan_file import Cell, PlanFile, planned_roles
 from gccompress.roles import Role
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LEGEND = (
     ". dense; rank r: factored alone; in r, out r: on a basis of r input or output directions that "
@@ -82,11 +81,23 @@ class PlanOverview:
             table.add_row(str(layer), *(_short(cell, letters) for cell in row))
         return table
 
-    def figure(self) -> "Figure":
-        """Draw depth by role, coloured by the share kept; see `report.plan_figure`."""
+    def save_figure(self, path: str | Path) -> None:
+        """Draw depth by projection, coloured by the share kept, into an image file.
+
+        Raises:
+            PlanError: a plan that does not say how large its model's matrices are, or a name
+                that does not end like that of an image, such as `.png`.
+        """
         from gccompress.report.plan_figure import plan_figure
 
-        return plan_figure(self.file.plan)
+        path = Path(path)
+        figure = plan_figure(self.file.plan)
+        kinds = figure.canvas.get_supported_filetypes()
+        kind = path.suffix.removeprefix(".").lower()
+        if kind not in kinds:
+            raise PlanError(f"figure {path}: wanted a name ending in one of .{', .'.join(kinds)}")
+        with new_file(path) as temporary:
+            figure.savefig(temporary, format=kind, dpi=150)
 
 
 def show_plan(plan: Plan | str | Path) -> PlanOverview:
@@ -96,10 +107,7 @@ def show_plan(plan: Plan | str | Path) -> PlanOverview:
         PlanError: no plan, or an invalid move; names its line.
     """
     file = PlanFile.open(plan)
-    shape = decoder_shape(file.plan)
-    if shape is not None:
-        file.check_sizes(shape)
-    return PlanOverview(file, cells(file.plan))
+    return PlanOverview(file, file.cells())
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,7 @@ def diff_plans(before: Plan | str | Path, after: Plan | str | Path) -> PlanDiff:
         PlanError: one of them is no plan, or contradicts itself; names the line.
     """
     files = PlanFile.open(before), PlanFile.open(after)
-    old, new = (cells(file.plan) for file in files)
+    old, new = (file.cells() for file in files)
     absent = Cell("absent", "absent", share=None)  # in a model without this layer or projection
     changes = [
         Change(role, layer, old.get((role, layer), absent), new.get((role, layer), absent))
