@@ -26,13 +26,13 @@ from planted import MODULES, Shapes, describe, expected_cosine, write_model
 from torch import Tensor
 
 from gccompress import spectra
+from gccompress.all_pairs import working_bytes
 from gccompress.architectures import ArchSpec
 from gccompress.continuity import ContinuityReport, analyze
 from gccompress.files import write_text
 from gccompress.layers import ANGLE_COUNTS, MATCHED, NO_SCALES, Way, seed_of, take_apart
 from gccompress.roles import READS_RESIDUAL, Role
 from gccompress.shards import open_stream
-from gccompress.sweep import working_bytes
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {
@@ -127,7 +127,7 @@ def _against_svd(source: InMemory, *, compared: bool) -> dict[str, Any]:
 
 def sweep_in_memory(source: InMemory, *, folded: bool) -> dict[Role, Any]:
     """Run the analyzer's sweep on tensors."""
-    from gccompress.sweep import Kept, Settings, sweep
+    from gccompress.all_pairs import Kept, Settings, sweep
 
     return sweep(source, Settings(folded=folded), Kept(None), progress=False)
 

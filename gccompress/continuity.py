@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
+    from gccompress.all_pairs import Settings
     from gccompress.models import LoadedModel
-    from gccompress.sweep import Settings
     from gccompress.weight_source import WeightSource
 
 __all__ = ["ContinuityReport", "PairMetrics", "analyze", "judge", "pair_metrics", "space_of"]
@@ -217,8 +217,8 @@ def analyze(
         ModelError: the model cannot be had, or is of no supported kind.
         NumericalError: a weight or norm scale holds NaN or inf; says which.
     """
+    from gccompress.all_pairs import Kept, Settings, sweep
     from gccompress.models import pick_device
-    from gccompress.sweep import Kept, Settings, sweep
 
     settings = Settings(folded=folded, full=full, device=pick_device(device))
     weights, name = _open(source, revision, cache_dir)
@@ -307,8 +307,8 @@ def _kept_path(
     weights: "WeightSource", settings: "Settings", cache_dir: str | Path | None
 ) -> Path | None:
     """Return where the finished pairs of a model on disk are kept; None for one in memory."""
+    from gccompress.all_pairs import kept_path
     from gccompress.shards import WeightStream
-    from gccompress.sweep import kept_path
 
     if not isinstance(weights, WeightStream):
         return None

@@ -57,7 +57,7 @@ class Leading:
         gap = self.gap
         if gap is None or gap <= GAP_TOLERANCE:
             return False
-        return float(self.residuals[0]) <= 1.01 * VECTOR_TOLERANCE * _squared(gap)
+        return float(self.residuals[0]) <= 1.01 * VECTOR_TOLERANCE * squared_gap(gap)
 
     @property
     def settled(self) -> int:
@@ -66,9 +66,9 @@ class Leading:
         return int(within.sum())
 
 
-def _squared(gap: float, power: int = 1) -> float:
-    """Turn a relative gap of singular values into that of their squares, to a power."""
-    return 1.0 - (1.0 - gap) ** (2 * power)
+def squared_gap(gap: float) -> float:
+    """Turn a relative gap of singular values into that of their squares."""
+    return 1.0 - (1.0 - gap) ** 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ class Search:
         settle: how many directions must come within `ANGLE_TOLERANCE`.
         settle_blocks: blocks to spend on that; the first direction alone may take `blocks`.
         blocks: products with the weight and its transpose, at most.
-        power: A is this power of `W^T W`; tolerances are those of the weight.
     """
 
     block: int
@@ -95,7 +94,6 @@ class Search:
     settle: int
     settle_blocks: int
     blocks: int
-    power: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,29 +139,38 @@ def ritz(apply: Apply, start: Tensor, search: Search) -> Ritz:
             squares, vectors = basis.rayleigh_ritz()
             bounds = (coupling @ vectors[-len(coupling) :]).norm(dim=0)
             relative = bounds / squares.clamp_min(torch.finfo(squares.dtype).tiny)
-            if done or _enough(squares, relative, basis.blocks, search):
+            settled = basis.blocks >= search.settle_blocks or is_settled(
+                squares, relative, search.settle
+            )
+            if done or (settled and is_decided(squares, relative)):
                 return basis.result(squares, vectors)
         if basis.rows + len(fresh) > search.largest:
             basis.restart()
         basis.fresh = fresh
 
 
-def _enough(squares: Tensor, residuals: Tensor, blocks: int, search: Search) -> bool:
-    """Tell whether the leading pair is decided and enough directions have settled."""
+def is_decided(squares: Tensor, residuals: Tensor) -> bool:
+    """Tell whether the leading vector is known well enough, or known to have a close neighbour.
+
+    Args:
+        squares: `[k]`, Ritz values, largest first.
+        residuals: `[k]`, relative, of their vectors.
+    """
     first, second = squares[:2].tolist()
     if first <= 0.0:
         return True
     own, next_own = residuals[:2].tolist()
     gap = 1.0 - second / first
     surely_apart = gap - next_own * second / first
-    close = gap + own <= _squared(GAP_TOLERANCE, search.power)
-    if not close and own > VECTOR_TOLERANCE * max(0.0, surely_apart):
-        return False
-    wanted = slice(search.settle)
-    # To first order, residuals of a power are that many times those of the matrix.
-    within = residuals[wanted] <= ANGLE_TOLERANCE * search.power
-    settled = within | (squares[wanted] <= (RANK_FLOOR**search.power) * first)
-    return bool(settled.all()) or blocks >= search.settle_blocks
+    if gap + own <= squared_gap(GAP_TOLERANCE):
+        return True
+    return bool(own <= VECTOR_TOLERANCE * max(0.0, surely_apart))
+
+
+def is_settled(squares: Tensor, residuals: Tensor, count: int) -> bool:
+    """Tell whether the leading `count` directions are within `ANGLE_TOLERANCE`, or rounding."""
+    within = residuals[:count] <= ANGLE_TOLERANCE
+    return bool((within | (squares[:count] <= RANK_FLOOR * squares[0])).all())
 
 
 class _Basis:
@@ -253,7 +260,7 @@ class Stored:
     Only one block is ever held widened, so that it stays in the processor's cache.
     """
 
-    BLOCK_BYTES = 16 << 20  # of a widened block, on the CPU
+    BLOCK_BYTES = 4 << 20  # of a widened block, on the CPU
     CUDA_BLOCK_BYTES = 1 << 30
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 Three ways, chosen by the smaller side of a role's weights: see `Way`.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,22 +22,21 @@ from gccompress.gram import (
     sketch,
 )
 from gccompress.krylov import RANK_FLOOR, Leading, Ritz, Search, Stored, random_rows, ritz
+from gccompress.subspace import leading_eigenvectors, rotated
 
 ANGLE_COUNTS = (8, 32)
 MATCHED = 32  # leading directions in the index-matched alignment of a weight not fully decomposed
 
 FULL_UP_TO = 128  # smaller side up to which a weight is decomposed whole, in fp64
-DENSE_UP_TO = 256  # and up to which its Gram matrix is, in fp32
 
 _BLOCK = 48
+_SUBSPACE_FROM = 3 * _BLOCK  # side from which a block is small enough beside a Gram matrix
+_SAFE = (1e-16, 1e16)  # squared norms whose products stay well inside the range of fp32
 _LARGE = Search(
     block=_BLOCK, count=_BLOCK, largest=8 * _BLOCK, first_check=2, check_every=1,
     settle=max(ANGLE_COUNTS), settle_blocks=8, blocks=24,
 )  # fmt: skip
-# With the Gram matrix at hand products are cheap and bases are not: narrow blocks, and a power of
-# the matrix, in which what is wanted stands further apart.
-_NARROW = 16
-_POWER = 3
+_FRESH = 8  # random rows among those that the search of a folded weight starts from
 
 
 class Way(StrEnum):
@@ -44,7 +44,7 @@ class Way(StrEnum):
 
     FULL: the whole decomposition in fp64 (smaller side up to `FULL_UP_TO`, or asked for).
     GRAM: the Gram matrix of the smaller side in fp32, up to `gram.EXACT_UP_TO`; its leading
-        vectors dense up to `DENSE_UP_TO`, else by block Krylov, dense again where that fails.
+        vectors by subspace iteration, dense where that fails.
     STREAM: block Krylov on the weight itself, Gram alignments estimated.
     """
 
@@ -128,20 +128,33 @@ def take_apart(
     device = weight.device if device is None else device
     if way is Way.STREAM:
         return _streamed(weight, scales, device, seed, name)
-    normal = spectra.normalised(weight.to(device), torch.float64 if way is Way.FULL else None)
-    refuse_non_finite(normal, name, weight)
-    raw = ExactGram.of(normal)
-    grams = [raw]
-    if not scales.empty:
-        side = scales.before if raw.tall else scales.after
-        other = scales.after if raw.tall else scales.before
-        if other is None and side is not None:
-            grams.append(ExactGram(normal, raw.gram, side.to(normal)))
-        else:
-            grams.append(ExactGram.of(scales.fold(normal)))
     shape = (weight.shape[0], weight.shape[1])
-    lead = _whole if way is Way.FULL else _from_gram
-    return tuple(Variant(shape, lead(gram, seed), gram) for gram in grams)
+    if way is Way.FULL:
+        normal = spectra.normalised(weight.to(device))
+        refuse_non_finite(normal, name, weight)
+        grams = _variants(ExactGram.of(normal), scales)
+        return tuple(Variant(shape, _whole(gram), gram) for gram in grams)
+    raw = ExactGram.of(weight.to(device, torch.float32))
+    if not _SAFE[0] <= raw.total <= _SAFE[1]:
+        refuse_non_finite(weight, name)
+        raw = ExactGram.of(spectra.normalised(weight.to(device), None))
+    found = None
+    variants = []
+    for gram in _variants(raw, scales):
+        found = _from_gram(gram, seed, found)
+        variants.append(Variant(shape, _leading_of(gram, found), gram))
+    return tuple(variants)
+
+
+def _variants(raw: ExactGram, scales: Scales) -> list[ExactGram]:
+    """Return a weight raw and, where there are scales, folded."""
+    if scales.empty:
+        return [raw]
+    side = scales.before if raw.tall else scales.after
+    other = scales.after if raw.tall else scales.before
+    if other is None and side is not None:
+        return [raw, dataclasses.replace(raw, scale=side.to(raw.weight))]
+    return [raw, ExactGram.of(scales.fold(raw.weight))]
 
 
 def refuse_non_finite(values: Tensor, what: str, original: Tensor | None = None) -> None:
@@ -157,9 +170,8 @@ def refuse_non_finite(values: Tensor, what: str, original: Tensor | None = None)
         )
 
 
-def _whole(gram: ExactGram, seed: int) -> Leading:
+def _whole(gram: ExactGram) -> Leading:
     """Decompose a weight whole."""
-    del seed
     found = spectra.decompose(gram.scaled_weight())
     # Rounding of an fp64 decomposition; nothing was left out that could be far off.
     residuals = torch.zeros(found.rank, dtype=torch.float64)
@@ -167,17 +179,38 @@ def _whole(gram: ExactGram, seed: int) -> Leading:
     return Leading(found.left, found.values, found.right, residuals, total, True)
 
 
-def _from_gram(gram: ExactGram, seed: int) -> Leading:
-    """Find leading directions with the Gram matrix of the smaller side."""
+def _from_gram(gram: ExactGram, seed: int, raw: Ritz | None) -> Ritz:
+    """Find leading eigenvectors of the Gram matrix of the smaller side, dense where that fails.
+
+    `raw` is what was found for the same weight without its scale: where to start from.
+    """
     matrix = gram.scaled_gram()
-    side = len(matrix)
-    found = None
-    if side > DENSE_UP_TO:
-        found = _powers(matrix, seed)
-    if found is None or not _is_enough(found):
-        found = _dense(matrix)
+    matrix = matrix / matrix.diagonal().sum().clamp_min(torch.finfo(matrix.dtype).tiny)
+    if len(matrix) < _SUBSPACE_FROM:
+        return _dense(matrix)
+    rows = random_rows(_BLOCK, len(matrix), seed, matrix)
+    if raw is None:
+        rows = (rows @ matrix) @ matrix
+    else:
+        near = raw.vectors if gram.scale is None else raw.vectors * gram.scale
+        rows = _beside(near, rows)
+    found = leading_eigenvectors(matrix, rows, max(ANGLE_COUNTS))
+    return _dense(matrix) if found is None else found
+
+
+def _beside(near: Tensor, rows: Tensor) -> Tensor:
+    """Return the first of `near` and the last `_FRESH` of random `rows`, `_BLOCK` in all.
+
+    The random ones find what the others have no part of.
+    """
+    near = near[: _BLOCK - _FRESH]
+    return torch.cat([near, rows[: _BLOCK - len(near)]])
+
+
+def _leading_of(gram: ExactGram, found: Ritz) -> Leading:
+    """Turn eigenvectors of the Gram matrix, of trace 1, into singular triplets of the weight."""
     vectors, squares, whole = _cut(found)
-    values = squares.sqrt()
+    values = (squares * gram.total).sqrt()
     near = vectors.T
     scaled = gram.scaled_weight()
     far = (scaled @ near if gram.tall else scaled.T @ near) / values.to(near)
@@ -185,51 +218,10 @@ def _from_gram(gram: ExactGram, seed: int) -> Leading:
     return _leading(left, values, right, found.residuals, gram.total, whole)
 
 
-def _powers(matrix: Tensor, seed: int) -> Ritz:
-    """Search the leading eigenvectors of a Gram matrix with a power of it."""
-    side = len(matrix)
-    search = Search(
-        block=_NARROW, count=MATCHED + 8, largest=side // 2, first_check=min(8, side // 32),
-        check_every=2, settle=max(ANGLE_COUNTS), settle_blocks=14, blocks=14, power=_POWER,
-    )  # fmt: skip
-    unit = matrix / matrix.diagonal().sum()
-
-    def apply(rows: Tensor) -> tuple[Tensor, None]:
-        for _ in range(_POWER):
-            rows = rows @ unit
-        return rows, None
-
-    found = ritz(apply, random_rows(search.block, side, seed, matrix), search)
-    return _rotated(found.vectors, matrix)
-
-
-def _rotated(rows: Tensor, matrix: Tensor) -> Ritz:
-    """Return the Ritz vectors of a symmetric matrix in the span of orthonormal rows."""
-    products = rows @ matrix
-    squares, turn = torch.linalg.eigh((rows @ products.T).double())
-    turn = turn.flip(1).T.to(rows)
-    squares = squares.flip(0).clamp_min(0.0)
-    rows, products = turn @ rows, turn @ products
-    rest = (products - squares.to(rows)[:, None] * rows).norm(dim=1).double()
-    tiny = torch.finfo(squares.dtype).tiny
-    return Ritz(rows, squares.cpu(), products, None, (rest / squares.clamp_min(tiny)).cpu())
-
-
 def _dense(matrix: Tensor) -> Ritz:
     """Return the leading eigenvectors of a small symmetric matrix from the dense solver."""
-    vectors = torch.linalg.eigh(matrix).eigenvectors.flip(1)[:, : MATCHED + 8]
-    return _rotated(vectors.T.contiguous(), matrix)
-
-
-def _is_enough(found: Ritz) -> bool:
-    """Tell whether a search settled the first pair and the directions for the angles."""
-    vectors, squares, whole = _cut(found)
-    overlaps = vectors @ vectors.T
-    overlaps.diagonal().sub_(1.0)
-    if len(squares) and float(overlaps.abs().max()) > 1e-3:
-        return False
-    lead = _leading(vectors.T, squares.sqrt(), vectors.T, found.residuals, 0.0, whole)
-    return lead.certain and lead.settled >= min(max(ANGLE_COUNTS), len(squares))
+    vectors = torch.linalg.eigh(matrix).eigenvectors.flip(1)[:, :_BLOCK]
+    return rotated(vectors.T.contiguous(), matrix)
 
 
 def _cut(found: Ritz) -> tuple[Tensor, Tensor, bool]:
@@ -255,7 +247,10 @@ def _streamed(weight: Tensor, scales: Scales, device: torch.device, seed: int, n
     if not scales.empty:
         # Products of the raw weight, scaled, are nearly those of the folded one.
         before = 1.0 if scales.before is None else scales.before.to(found.products)
-        results.append(_krylov(stored, scales, found.products * before))
+        start = _beside(
+            found.products * before, random_rows(_BLOCK, weight.shape[1], seed + 3, stored.like)
+        )
+        results.append(_krylov(stored, scales, start))
     return tuple(
         _variant(weight, result, sample) for result, sample in zip(results, samples, strict=True)
     )

@@ -13,7 +13,6 @@ from gccompress.errors import NumericalError
 from gccompress.gram import Sketch, exact_alignments, mean_error, sketched_alignment
 from gccompress.krylov import ANGLE_TOLERANCE, GAP_TOLERANCE, Leading, Search, Stored, ritz
 from gccompress.layers import (
-    DENSE_UP_TO,
     EXACT_UP_TO,
     FULL_UP_TO,
     NO_SCALES,
@@ -25,6 +24,7 @@ from gccompress.layers import (
     way_of,
 )
 from gccompress.pairs import PairMetrics, compare
+from gccompress.subspace import leading_eigenvectors
 
 # Shapes that take each way through the code; the last two as if they were larger than they are.
 CASES = [
@@ -243,7 +243,7 @@ def test_the_way_is_chosen_by_the_smaller_side_of_any_layer() -> None:
     assert way_of([(EXACT_UP_TO, EXACT_UP_TO), (64, 64)]) is Way.GRAM
     assert way_of([(64, 64), (EXACT_UP_TO + 1, 9999)]) is Way.STREAM
     assert way_of([(8192, 28672)], full=True) is Way.FULL
-    assert FULL_UP_TO < DENSE_UP_TO < EXACT_UP_TO
+    assert FULL_UP_TO < EXACT_UP_TO
 
 
 # --- the search itself -------------------------------------------------------------------------
@@ -263,6 +263,59 @@ def test_a_restarted_search_ends_where_an_unrestarted_one_does() -> None:
     for found in (free, restarted):
         assert float(found.residuals[:16].max()) <= 1.1 * ANGLE_TOLERANCE
     torch.testing.assert_close(free.squares[:8], restarted.squares[:8], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("case", ["decaying", "flat", "outlier", "rank 5", "zero", "one entry"])
+def test_subspace_iteration_finds_the_leading_eigenvectors(case: str) -> None:
+    weight = {
+        "decaying": decaying((320, 300)),
+        "flat": torch.linalg.qr(randn(320, 300)).Q,
+        "outlier": decaying((320, 300), first=1e4),
+        "rank 5": with_values((320, 300), 0.8 ** torch.arange(5, dtype=torch.float64)),
+        "zero": torch.zeros(320, 300, dtype=torch.float64),
+        "one entry": torch.eye(320, 300, dtype=torch.float64) * torch.eye(320, 300)[0],
+    }[case]
+    gram = weight.T @ weight
+    gram = (gram / gram.trace().clamp_min(1e-30)).float()
+    found = leading_eigenvectors(gram, randn(48, 300).float(), 32)
+    assert (found is None) == (case == "zero")
+    if found is None:
+        return
+    if case == "flat":  # every vector is one
+        assert float(1.0 - found.squares[1] / found.squares[0]) < GAP_TOLERANCE
+        return
+    values, vectors = torch.linalg.eigh(gram.double())
+    torch.testing.assert_close(found.squares[0], values[-1], rtol=1e-4, atol=0)
+    assert abs(float(found.vectors[0].double() @ vectors[:, -1])) > 1 - 1e-6
+    torch.testing.assert_close(found.vectors @ found.vectors.T, torch.eye(48), atol=1e-4, rtol=0)
+
+
+def test_a_folded_direction_with_no_part_in_the_raw_start_is_found() -> None:
+    """The scales lift one of the raw weight's weakest directions above all others."""
+    for way, width in ((Way.GRAM, 300), (Way.STREAM, 500)):
+        weight = torch.zeros(600, width)
+        weight.diagonal().copy_(torch.linspace(1.0, 0.1, width))
+        scale = torch.ones(width)
+        scale[-3] = 100.0
+        found = leading(weight, way, scales=Scales(scale, None))
+        assert found.certain
+        assert abs(float(found.right[width - 3, 0])) > 1 - 1e-6
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("shape", [(600, 400), (400, 600)])
+def test_alignments_from_rounded_products(
+    fast: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gccompress.gram.multiplies_bf16", lambda device: fast)
+    scales = Scales(0.5 + randn(shape[1], seed=8).abs(), None)
+    shared = decaying(shape, 3)
+    weights = [shared + 0.05 * randn(*shape, seed=seed) for seed in (1, 2)]
+    layers = [take_apart(w.float(), scales, Way.GRAM, seed=4 * i) for i, w in enumerate(weights)]
+    oracles = [take_apart(w, scales, Way.FULL) for w in weights]
+    for found, wanted in zip(compare(*layers), compare(*oracles), strict=True):
+        assert found.gram_in == pytest.approx(wanted.gram_in, rel=1e-3 if fast else 1e-5)
+        assert found.gram_out == pytest.approx(wanted.gram_out, rel=1e-3 if fast else 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 100])

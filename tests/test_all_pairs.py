@@ -1,15 +1,17 @@
 """Sweeps over a model: from files, in threads, interrupted; several models side by side."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gccompress import sweep as sweeps
+from gccompress import all_pairs
 from gccompress.comparison import compare_models
 from gccompress.continuity import ContinuityReport, analyze
+from gccompress.errors import GccompressError
 from gccompress.pairs import compare
 from gccompress.roles import Role, Space
 from gccompress.shards import open_stream
@@ -53,15 +55,15 @@ def test_workers_fit_into_the_memory_they_are_given(
 ) -> None:
     stream = open_stream(tiny_folder(tmp_path / "model", "llama", layers=2))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    largest = sweeps.working_bytes((48, 96), 4)
+    largest = all_pairs.working_bytes((48, 96), 4)
     for memory, wanted in ((1, (1, 8)), (largest * 3, (3, 2)), (largest * 99, (8, 1))):
-        settings = sweeps.Settings(memory=memory)
-        assert sweeps._split(stream, settings) == wanted
-    assert 2 * sweeps.working_bytes((8192, 28672), 4) < sweeps.MEMORY
+        settings = all_pairs.Settings(memory=memory)
+        assert all_pairs._split(stream, settings) == wanted
+    assert 2 * all_pairs.working_bytes((8192, 28672), 4) < all_pairs.MEMORY
 
 
 def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let `sweep.compare` be interrupted at its call `count`; return the list of calls."""
+    """Let `compare` of a sweep be interrupted at its call `count`; return the list of calls."""
     calls: list[int] = []
 
     def interrupted(*layers: Any) -> Any:
@@ -70,7 +72,7 @@ def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise KeyboardInterrupt
         return compare(*layers)
 
-    monkeypatch.setattr(sweeps, "compare", interrupted)
+    monkeypatch.setattr(all_pairs, "compare", interrupted)
     return calls
 
 
@@ -111,16 +113,35 @@ def test_a_line_cut_short_is_measured_again(
     assert measured(folder, tmp_path).roles == whole.roles
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", "llama", layers=2)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "continuity").write_text("a file where a folder is wanted")
+    with pytest.raises(
+        GccompressError, match="finished pairs cannot be kept in .*--cache-dir"
+    ) as e:
+        measured(folder, tmp_path)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_cache_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", "llama", layers=2)
+    (tmp_path / "cache").mkdir(mode=0o555)
+    with pytest.raises(GccompressError, match="Permission denied.*--cache-dir"):
+        measured(folder, tmp_path)
+
+
 def test_pairs_of_other_settings_or_files_are_not_taken_up(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1")
     paths = {
-        sweeps.kept_path(tmp_path, [file], sweeps.Settings(folded=folded, full=full))
+        all_pairs.kept_path(tmp_path, [file], all_pairs.Settings(folded=folded, full=full))
         for folded in (True, False)
         for full in (True, False)
     }
     file.write_bytes(b"12")
-    paths.add(sweeps.kept_path(tmp_path, [file], sweeps.Settings()))
+    paths.add(all_pairs.kept_path(tmp_path, [file], all_pairs.Settings()))
     assert len(paths) == 5
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gccompress.errors import GccompressError
 from gccompress.layers import Layer, Scales, Way, refuse_non_finite, seed_of, take_apart, way_of
 from gccompress.pairs import PairMetrics, compare
 from gccompress.progress import track_bytes
@@ -54,7 +55,7 @@ class Kept:
         self._path = path
         self.pairs: dict[tuple[Role, int], Pair] = {}
         if path is not None and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 self._take(line)
 
     def _take(self, line: str) -> None:
@@ -71,9 +72,15 @@ class Kept:
         if self._path is None:
             return
         row = {"role": role, "pair": pair, "variants": [dataclasses.asdict(v) for v in variants]}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps(row))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps(row))
+        except OSError as error:
+            raise GccompressError(
+                f"finished pairs cannot be kept in {self._path.parent}: {error.strerror}; name "
+                "another folder with --cache-dir"
+            ) from error
 
     def remove(self) -> None:
         """Delete the file: the report has everything now."""
