@@ -249,11 +249,11 @@ class _Run:
                 done = first + group.count
                 late = time.monotonic() - saved > SAVE_EVERY_SECONDS
                 if done < len(self.windows) and processes.from_main(late):
-                    processes.sum_to_main(state.values())
+                    processes.sum_to_main(state)
                     if group.main:
                         _save_state(self.partial, state, done, layers)
                     saved = time.monotonic()
-        processes.sum_to_main(state.values())
+        processes.sum_to_main(state)
         if group.main:
             self._write_layers(layers, state)
 

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,14 +109,14 @@ def largest(value: int) -> int:
     return int(told)
 
 
-def sum_to_main(tensors: Iterable["Tensor"]) -> None:
-    """Add all processes' tensors up in the main one, in place; the others' become zero."""
+def sum_to_main(tensors: Mapping[str, "Tensor"]) -> None:
+    """Add all processes' tensors up by name in the main one, in place; the others become zero."""
     group = current()
     if group.count == 1:
         return
     from torch import distributed
 
-    for tensor in tensors:
+    for _, tensor in sorted(tensors.items()):  # in one order everywhere
         with _naming_lost_processes():
             distributed.reduce(tensor, 0)
         if not group.main:
