@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from gccompress.cli_checkpoints import app as checkpoints_app
 from gccompress.cli_options import (
     AsJson,
     CacheDir,
@@ -283,6 +284,9 @@ def demo(
     Example: gccompress demo
     """
     _run("demo", out, device, cache_dir, as_json)
+
+
+app.add_typer(checkpoints_app)
 
 
 @app.command()
