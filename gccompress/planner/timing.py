@@ -40,7 +40,7 @@ SLOW_PASS = 10.0  # seconds; a model that takes longer is timed once a sweep
 RANKS, WIDTHS = 12, 10  # points of a curve
 STEP = 32  # points are multiples of this, halved until this many of them fit
 MULTIPLES_AT_LEAST = 6
-SAMPLE_SECONDS = 1e-3  # a shorter product is timed several times over
+SAMPLE_SECONDS = 2e-4  # a shorter product is timed several times over
 
 
 def latency_table(view: ModelView, cache: Path, *, tokens: int = 512) -> LatencyTable:
