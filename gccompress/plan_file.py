@@ -69,6 +69,10 @@ class PlanFile:
             self.check_sizes(shape)
         return cells(self.plan)
 
+    def line(self, number: int) -> int | None:
+        """Return the line of a move, from 1; None for a plan in memory."""
+        return self.lines[number] if self.lines else None
+
     def refuse(self, number: int, why: str) -> NoReturn:
         """Raise `PlanError` for a move, naming its line."""
         fault = MoveError(self.name, number, self.plan.moves[number].do, why)

@@ -16,9 +16,10 @@ from gccompress.cli import main
 from gccompress.errors import PlanError
 from gccompress.linalg import Damping, Weighted
 from gccompress.models import open_model
-from gccompress.moments import weighted
+from gccompress.moments import Moments, weighted
 from gccompress.plan import (
     AnyMove,
+    Budget,
     DropLayers,
     LowRank,
     Plan,
@@ -117,10 +118,27 @@ def with_moves(plan: Plan, moves: tuple[AnyMove, ...], path: str = "edited.yaml"
     return edited
 
 
+def least_private(view: ModelView, moments: Moments, move: ShareInput, budget: int) -> float:
+    """Return the least loss of two matrices factored alone, or left dense, in `budget`."""
+    choices = []
+    for role, layer in move_matrices(move):
+        one = weighted(view, moments, role, layer, Damping())
+        left, right = torch.linalg.cholesky(one.a), torch.linalg.cholesky(one.g)
+        values = torch.linalg.svdvals(left.T @ one.weight @ right).square() / 2
+        rows, cols = one.weight.shape
+        ranks = [
+            rank for rank in range(4, min(rows, cols), 4) if rank * (rows + cols) < rows * cols
+        ]
+        sizes = [(rank * (rows + cols), float(values[rank:].sum())) for rank in ranks]
+        choices.append([*sizes, (rows * cols, 0.0)])
+    pairs = [(a[0] + b[0], a[1] + b[1]) for a in choices[0] for b in choices[1]]
+    return min(loss for size, loss in pairs if size <= budget)
+
+
 def test_an_untouched_plan_holds(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("plan.yaml").read_bytes()
     found = succeed_json(capsys, "plan", "check", "plan.yaml")
-    assert found["differs"] is False and found["probed"] is True and found["over_budget"] is None
+    assert found["differs"] is False and found["probed"] is True and found["missed_budget"] is None
     assert not any(one["differs"] for one in found["moves"])
     assert found["found"]["ppl"] == pytest.approx(plan.prediction.ppl, rel=1e-4)
     lines = Path("plan.yaml").read_text().splitlines()
@@ -140,8 +158,9 @@ def test_every_number_of_an_edited_plan_is_made_again(
     assert found["differs"] and found["probed"] and all(one["differs"] for one in found["moves"])
     true = Plan.load("true.yaml")
     assert [type(one) for one in true.moves] == [type(one) for one in EVERY_KIND]
-    bare = tuple(one.model_copy(update={"loss": None, "saves": 0}) for one in true.moves)
-    assert bare == EVERY_KIND
+    numbers = {"loss", "saves", "gain"}
+    bare = [one.model_dump(exclude=numbers) for one in true.moves]
+    assert bare == [one.model_dump(exclude=numbers) for one in EVERY_KIND]
 
     # Sizes: those of the model that the plan gives.
     done = apply_plan("true.yaml", out="small", cache_dir=str(cache))
@@ -170,6 +189,10 @@ def test_every_number_of_an_edited_plan_is_made_again(
             values = torch.linalg.svdvals(torch.cat(own) @ shared)
             loss = float(values[move.rank :].square().sum() / 2)
             assert move.loss == pytest.approx(loss, rel=1e-3)
+    shared = true.moves[1]
+    assert isinstance(shared, ShareInput) and shared.gain is not None and shared.loss is not None
+    private = least_private(view, calibrated.moments, shared, 12 * (48 + 32 + 32))
+    assert shared.gain == pytest.approx(private - shared.loss, abs=1e-3 * private)
     influence = calibrated.moments.influence[2].drop_loss
     assert true.moves[-1].loss == pytest.approx(influence, rel=1e-3)
     total = sum(one.loss or 0.0 for one in true.moves)
@@ -220,8 +243,17 @@ def test_without_a_probe_what_differs_is_extrapolated(
 
 
 def test_a_missed_budget_is_said(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    with_moves(plan, plan.moves[:1])
-    assert "over the budget of 0.8" in succeed(capsys, "plan", "check", "edited.yaml", "--no-probe")
+    arguments = ("plan", "check", "edited.yaml", "--no-probe")
+    for budget, message in (
+        (Budget(keep=0.8), "over the budget of 0.8"),
+        (Budget(max_size=100_000), "over the budget of 100000"),
+        (Budget(max_loss=1e-5), "over the budget of 1e-05"),
+        (Budget(speedup=50.0), "short of the budget of 50"),
+    ):
+        with_moves(plan.model_copy(update={"budget": budget}), plan.moves[:1])
+        assert message in succeed(capsys, *arguments)
+    with_moves(plan.model_copy(update={"budget": Budget(max_loss=9.0)}), plan.moves[:1])
+    assert "budget of" not in succeed(capsys, *arguments)
 
 
 def test_lost_moments_are_made_again(
@@ -322,7 +354,7 @@ def test_a_plan_from_weights_alone(model: Path, capsys: pytest.CaptureFixture[st
     assert succeed_json(capsys, "plan", "check", "edited.yaml")["differs"] is False
     with_moves(plan, (DropLayers(layers=(1,)),))
     line = fail(capsys, "plan", "check", "edited.yaml")
-    assert "edited.yaml: line " in line and "not seen in weights alone" in line
+    assert "edited.yaml: line " in line and "not seen in weights" in line
 
 
 def test_cells_hold_what_the_moves_make_of_each_matrix(plan: Plan) -> None:

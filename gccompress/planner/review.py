@@ -4,47 +4,44 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
-from gccompress import linalg
 from gccompress.apply import damping_of
 from gccompress.calibration import calibrate, options_of_record, recall, recall_heldout
-from gccompress.density import squared_values
 from gccompress.files import cache_folder
 from gccompress.linalg import Damping
 from gccompress.models import stored_dtype
-from gccompress.moments import Moments, weighted
-from gccompress.moves import move_space
+from gccompress.moments import Moments
 from gccompress.plan import (
     AnyMove,
     Calibration,
-    DropLayers,
     LowRank,
     Plan,
     PlannedModel,
     Prediction,
-    ResizeMlp,
     ShareInput,
     ShareOutput,
-    move_matrices,
     plan_params,
 )
 from gccompress.plan_file import PlanFile, decoder_shape
 from gccompress.planned import Opened, open_planned
 from gccompress.planner.choice import perplexities, planned_model
+from gccompress.planner.latency import speedup
 from gccompress.planner.probe import Prober
+from gccompress.planner.reprice import energy_lost, reprice
+from gccompress.planner.timing import latency_table
+from gccompress.planner.verdicts import sharing_findings
 from gccompress.progress import track
 from gccompress.report.plan_overview import prediction_rows
-from gccompress.roles import Role
 from gccompress.sizes import ModelShape
 from gccompress.text import Windows
 from gccompress.view import ModelView, model_shape
-from gccompress.width import order_neurons
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 REMADE = "its numbers were made again by plan check, as its moves had others"
+NUMBERS = ("saves", "loss", "gain")  # of a move, which follow from what it does
 TOLERANCE = 2e-3  # relative: losses are written to four digits, and machines differ in the last
 
 
@@ -66,8 +63,15 @@ class Reviewed:
 
     @property
     def differs(self) -> bool:
-        """Whether the plan says another loss or saving than is true."""
-        return self.stated.saves != self.found.saves or not _near(self.stated.loss, self.found.loss)
+        """Whether the plan says another loss, saving or gain than is true."""
+        one, other = self.stated, self.found
+        if one.saves != other.saves or not _near(one.loss, other.loss):
+            return True
+        if not isinstance(one, ShareInput | ShareOutput) or one.gain is None:
+            return False
+        assert isinstance(other, ShareInput | ShareOutput)  # noqa: S101 - the same move
+        # A gain is what is left of two losses, and no more exact than they are.
+        return not _near(one.gain, other.gain, TOLERANCE * (other.loss or 0.0))
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,14 @@ class Review:
         plan: the same moves with the numbers that are true now.
         moves: each move.
         probed: the perplexity was measured in memory for this review.
+        missed: by how much the moves miss the plan's budget, in words; None where they meet it.
     """
 
     file: PlanFile
     plan: Plan
     moves: tuple[Reviewed, ...]
     probed: bool
+    missed: str | None = None
 
     @property
     def differs(self) -> bool:
@@ -97,7 +103,7 @@ class Review:
             "plan": self.file.name,
             "differs": self.differs,
             "probed": self.probed,
-            "over_budget": self._over_budget(),
+            "missed_budget": self.missed,
             "stated": self.file.plan.prediction.model_dump(mode="json"),
             "found": self.plan.prediction.model_dump(mode="json"),
             "moves": [
@@ -105,8 +111,8 @@ class Review:
                     "number": one.number,
                     "line": one.line,
                     "differs": one.differs,
-                    "stated": {"loss": one.stated.loss, "saves": one.stated.saves},
-                    "found": {"loss": one.found.loss, "saves": one.found.saves},
+                    "stated": {name: getattr(one.stated, name, None) for name in NUMBERS},
+                    "found": {name: getattr(one.found, name, None) for name in NUMBERS},
                 }
                 for one in self.moves
             ],
@@ -138,14 +144,16 @@ class Review:
         if not wrong:
             return
         table = Table(title="\nMoves whose numbers differ", **style)
-        for name in ("line", "saves", "found", "nats", "found"):
+        table.add_column("line", justify="right")
+        for name in NUMBERS:
             table.add_column(name, justify="right")
+            table.add_column("found", justify="right")
         table.add_column("move")
         for one in wrong:
-            numbers = [f"{one.stated.saves:,}", f"{one.found.saves:,}"]
-            numbers += [_nats(one.stated.loss), _nats(one.found.loss)]
-            line = str(one.line or "-")
-            table.add_row(line, *numbers, f"moves[{one.number}] {_words(one.stated)}")
+            cells = [_cell(getattr(move, name, None)) for name in NUMBERS
+                     for move in (one.stated, one.found)]  # fmt: skip
+            words = f"moves[{one.number}] {_words(one.stated)}"
+            table.add_row(str(one.line or "-"), *cells, words)
         yield table
 
     def sentences(self) -> Iterator[str]:
@@ -160,9 +168,8 @@ class Review:
             yield f"The plan's numbers hold ({len(self.moves)} moves)."
         if not self.probed and self.plan.calibration is not None:
             yield "Its perplexity was not measured."
-        over = self._over_budget()
-        if over:
-            yield f"Note: {over}."
+        if self.missed:
+            yield f"Note: {self.missed}."
 
     def _different_rows(self) -> set[str]:
         """Return the names of the predictions that differ."""
@@ -181,15 +188,6 @@ class Review:
         return {name for name, pair in pairs.items() if not _near(*pair)} | {
             name for name, differs in exact.items() if differs
         }
-
-    def _over_budget(self) -> str | None:
-        """Return by how much the moves miss the plan's budget, in words, or None."""
-        budget, found = self.plan.budget, self.plan.prediction
-        if budget.keep is not None and found.params_kept > budget.keep:
-            return f"{found.params_kept:.4f} is kept, over the budget of {budget.keep:g}"
-        if budget.max_size is not None and found.bytes > budget.max_size:
-            return f"the weights take {found.bytes} bytes, over the budget of {budget.max_size}"
-        return None
 
 
 def check_plan(
@@ -242,28 +240,28 @@ def check_plan(
     view = opened.view
     shape = model_shape(view, stored_dtype(opened.loaded))
     file.check_sizes(shape)
-    moves = file.plan.moves
     identity = planned_model(opened.loaded, view, shape)
     if not opened.other:  # under the name and revision that the plan knows it by
         identity = file.plan.model.model_copy(update={"matrices": identity.matrices})
-    if file.plan.calibration is None:
-        losses = [_energy(view, file, number) for number in range(len(moves))]
-        priced = _priced(file, shape, losses)
-        found = _prediction(file.plan, priced, sum(losses), shape)
-        return _review(file, identity, None, priced, found)
-    moments, heldout, record = _recalled(opened, file.plan.calibration, cache, probe)
-    losses = [
-        predicted_loss(view, moments, move, damping) for move in track(moves, "Pricing moves")
-    ]
-    priced = _priced(file, shape, losses)
-    found = _prediction(file.plan, priced, sum(losses), shape)
+    record = file.plan.calibration
+    if record is None:
+        moves, energy = _by_energy(file, view, shape)
+        found = _prediction(file.plan, moves, energy, shape)
+        return _review(file, identity, None, moves, found, missed=_missed(file.plan, found))
+    moments, heldout, record = _recalled(opened, record, cache, probe)
+    moves = _by_moments(file, view, moments, damping)
+    loss = sum(one.found.loss or 0.0 for one in moves)
+    found = _prediction(file.plan, moves, loss, shape)
     probed = heldout is not None and len(heldout) > 0
-    if heldout is not None and probed:
+    if heldout is not None and probed:  # without what other runs measured: it is checked here
         prober = Prober(view, moments, damping, heldout)
-        measured = prober.measure(file.plan.strategy, moves)
-        rises = perplexities(prober.dense_nll, sum(losses), measured)
+        measured = prober.measure(file.plan.strategy, file.plan.moves)
+        rises = perplexities(prober.dense_nll, loss, measured)
         found = found.model_copy(update={**rises, "measured": True})
-    return _review(file, identity, record, priced, found, probed=probed)
+    missed = _missed(file.plan, found)
+    if file.plan.budget.speedup is not None:
+        missed = _slow(file.plan, file.plan.budget.speedup, view, shape, cache)
+    return _review(file, identity, record, moves, found, probed=probed, missed=missed)
 
 
 def _recalled(
@@ -278,17 +276,35 @@ def _recalled(
     return moments, recall_heldout(loaded, record, cache) if probe else None, record
 
 
-def _priced(file: PlanFile, shape: ModelShape, losses: Sequence[float]) -> tuple[Reviewed, ...]:
-    """Return every move beside itself with its loss and savings made again."""
-    dense = shape.decoder_params()
-    weights_only = file.plan.calibration is None  # whose moves say no loss in nats
-    priced = []
-    for number, (move, loss) in enumerate(zip(file.plan.moves, losses, strict=True)):
+def _by_moments(
+    file: PlanFile, view: ModelView, moments: Moments, damping: Damping
+) -> tuple[Reviewed, ...]:
+    """Return every move with the numbers that its calibration gives."""
+    multiple = file.plan.options.get("multiple")
+    steps = multiple if isinstance(multiple, int) and multiple > 0 else 1
+    return tuple(
+        Reviewed(n, file.line(n), move, reprice(view, moments, move, damping, steps))
+        for n, move in enumerate(track(file.plan.moves, "Pricing (moves)"))
+    )
+
+
+def _by_energy(
+    file: PlanFile, view: ModelView, shape: ModelShape
+) -> tuple[tuple[Reviewed, ...], float]:
+    """Return every move with what it saves, and the weight energy that all of them lose.
+
+    Raises:
+        PlanError: a kind of move whose cost is not seen in weights; names its line.
+    """
+    moves, lost, dense = [], 0.0, shape.decoder_params()
+    for number, move in enumerate(file.plan.moves):
+        if not isinstance(move, LowRank | ShareInput | ShareOutput):
+            file.refuse(number, "its cost is not seen in weights, of which the plan was made")
+        lost += energy_lost(view, move)
         saves = dense - plan_params((move,), shape)[0]
-        found = move.model_copy(update={"loss": None if weights_only else loss, "saves": saves})
-        line = file.lines[number] if file.lines else None
-        priced.append(Reviewed(number, line, move, found))
-    return tuple(priced)
+        found = move.model_copy(update={"loss": None, "saves": saves})
+        moves.append(Reviewed(number, file.line(number), move, found))
+    return tuple(moves), lost
 
 
 def _prediction(
@@ -324,6 +340,7 @@ def _review(
     prediction: Prediction,
     *,
     probed: bool = False,
+    missed: str | None = None,
 ) -> Review:
     update: dict[str, Any] = {
         "model": model,
@@ -331,66 +348,51 @@ def _review(
         "prediction": prediction,
         "moves": tuple(one.found for one in moves),
     }
-    notes = file.plan.notes
-    if REMADE not in notes and any(one.differs for one in moves):
-        update["notes"] = (*notes, REMADE)
-    return Review(file, file.plan.model_copy(update=update), moves, probed)
+    if any(one.differs for one in moves):
+        spaces = str(file.plan.options.get("spaces"))
+        update["findings"] = sharing_findings(update["moves"], None, spaces)
+        if REMADE not in file.plan.notes:
+            update["notes"] = (*file.plan.notes, REMADE)
+    return Review(file, file.plan.model_copy(update=update), moves, probed, missed)
 
 
-def predicted_loss(view: ModelView, moments: Moments, move: AnyMove, damping: Damping) -> float:
-    """Return the second-order loss of a move in nats per token, as a survey prices it.
-
-    Raises:
-        NumericalError: a moment that cannot be factored, naming layer and role.
-    """
-    match move:
-        case DropLayers():
-            return sum(moments.influence[layer].drop_loss for layer in move.layers)
-        case ResizeMlp():
-            down = weighted(view, moments, Role.DOWN, move.layer, damping)
-            order = order_neurons(down, f"layer {move.layer} {Role.DOWN}")
-            return float(order.losses[down.weight.shape[1] - move.width])
-        case LowRank() | ShareInput() | ShareOutput():
-            matrices, space = move_matrices(move), move_space(view, move)
-            sides = [
-                linalg.side(weighted(view, moments, role, layer, damping), space)
-                for role, layer in matrices
-            ]
-            spectrum = linalg.spectrum(sides, f"layer {matrices[0][1]} {matrices[0][0]}")
-            return float(spectrum[move.rank :].sum())
-        case _:
-            assert_never(move)
+def _missed(plan: Plan, found: Prediction) -> str | None:
+    """Return by how much a prediction misses a plan's budget of size or loss, or None."""
+    budget = plan.budget
+    if budget.keep is not None and found.params_kept > budget.keep:
+        return f"{found.params_kept:.4f} is kept, over the budget of {budget.keep:g}"
+    if budget.max_size is not None and found.bytes > budget.max_size:
+        return f"the weights take {found.bytes} bytes, over the budget of {budget.max_size}"
+    if budget.max_loss is not None and found.ppl is not None and found.dense_ppl is not None:
+        rise = math.log(found.ppl / found.dense_ppl)
+        if rise > budget.max_loss:
+            return f"{rise:.4f} nats are lost, over the budget of {budget.max_loss:g}"
+    return None
 
 
-def _energy(view: ModelView, file: PlanFile, number: int) -> float:
-    """Return the weight energy a move loses, as a share of all projections'.
-
-    Raises:
-        PlanError: a kind of move whose cost is not seen in weights.
-    """
-    move = file.plan.moves[number]
-    if not isinstance(move, LowRank | ShareInput | ShareOutput):
-        file.refuse(number, "its cost is not seen in weights alone, of which the plan was made")
-    weights = [view.weight(role, layer) for role, layer in move_matrices(move)]
-    values = squared_values(weights, move_space(view, move))
-    return float(values[move.rank :].sum()) / (view.num_layers * len(view.roles))
+def _slow(plan: Plan, wanted: float, view: ModelView, shape: ModelShape, cache: Path) -> str | None:
+    """Return by how much the moves miss a budget of speed on this device, or None."""
+    found = speedup(plan.moves, shape, latency_table(view, cache))
+    if found >= wanted:
+        return None
+    return f"prefill is predicted {found:.3f} times as fast, short of the budget of {wanted:g}"
 
 
-def _near(one: float | None, other: float | None) -> bool:
-    """Return whether two numbers are the same but for rounding."""
+def _near(one: float | None, other: float | None, within: float = 1e-12) -> bool:
+    """Return whether two numbers are the same but for rounding, or for `within`."""
     if one is None or other is None:
         return one is other
-    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-12)
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=within)
 
 
-def _nats(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4g}"
+def _cell(number: int | float | None) -> str:
+    return "-" if number is None else f"{number:,}" if isinstance(number, int) else f"{number:.4g}"
 
 
 def _words(move: AnyMove) -> str:
     """Return what a move does, as its line in the file has it."""
     found = []
-    for name, value in move.model_dump(mode="json", exclude={"do", "loss", "saves"}).items():
+    for name, value in move.model_dump(mode="json", exclude={"do", *NUMBERS}).items():
         words = ", ".join(map(str, value)) if isinstance(value, list) else value
         found.append(f"{name} {words}")
     return f"{move.do}: {'; '.join(found)}"
