@@ -75,11 +75,10 @@ def shrink(moment: Tensor, share: float) -> Tensor:
     smallest positive normal number, so that nothing divides by zero and its loss stays nothing.
     """
     m = moment.double()
-    m = (m + m.T) / 2
     mean = float(m.diagonal().mean())
     if mean == 0.0:
         return torch.eye(len(m), dtype=m.dtype, device=m.device) * torch.finfo(m.dtype).tiny ** 0.5
-    m = m * (1 - share)
+    m = (m + m.T).mul_((1 - share) / 2)  # one copy, however large
     m.diagonal().add_(share * mean)
     return m
 
@@ -97,10 +96,9 @@ def cholesky(moment: Tensor, what: str) -> tuple[Tensor, float]:
         raise NumericalError(f"{what}: its moment is not finite; calibrate again with other text")
     mean = moment.diagonal().mean()
     jitter = 0.0
+    damped = moment
     while True:
-        m = moment.clone()
-        m.diagonal().add_(jitter * mean)
-        factor, failed = torch.linalg.cholesky_ex(m)
+        factor, failed = torch.linalg.cholesky_ex(damped)
         # A factor with a pivot lost to rounding would pass the test and give a wild inverse.
         if not failed and bool(factor.diagonal().min() > SMALLEST_PIVOT * mean.sqrt()):
             return factor, jitter
@@ -110,6 +108,8 @@ def cholesky(moment: Tensor, what: str) -> tuple[Tensor, float]:
                 f"{what}: its moment is not positive definite (damping {LARGEST_JITTER} of the "
                 "mean diagonal did not help); calibrate with more tokens"
             )
+        damped = moment.clone()
+        damped.diagonal().add_(jitter * mean)
 
 
 def alone_space(shape: tuple[int, int]) -> Space:
@@ -196,11 +196,20 @@ def round_to_nearest(weight: Tensor, bits: int, group: int) -> Tensor:
 
 def _whitened_form(sides: Sequence[Side], what: str) -> tuple[Tensor, Tensor, float]:
     """Return `S^T F S`, S and the jitter, F the summed quadratic form on the shared side."""
-    moment = torch.stack([one.moment for one in sides]).mean(0)
-    form = torch.stack([one.form for one in sides]).sum(0)
-    s, jitter = cholesky(moment, what)
-    whitened = s.T @ form @ s
-    return (whitened + whitened.T) / 2, s, jitter
+    moment = _sum([one.moment for one in sides])
+    s, jitter = cholesky(moment if len(sides) == 1 else moment / len(sides), what)
+    whitened = s.T @ _sum([one.form for one in sides]) @ s
+    return (whitened + whitened.T).div_(2), s, jitter
+
+
+def _sum(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the sum of square matrices; of one, itself, as they may be large."""
+    if len(matrices) == 1:
+        return matrices[0]
+    total = matrices[0] + matrices[1]
+    for one in matrices[2:]:
+        total += one
+    return total
 
 
 def _solve(left: Tensor, right: Tensor, what: str) -> Tensor:
