@@ -326,11 +326,11 @@ def lay_out(
 
 def _refuse_options(context: typer.Context) -> None:
     """Refuse options of `plan` itself in front of a sub-command, which would not see them."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
         if source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            context.fail(f"{option} is no option of 'plan {context.invoked_subcommand}'.")
+            name = context.invoked_subcommand
+            context.fail(f"{option.opts[0]} before '{name}' is an option of 'plan' itself.")
 
 
 def _open(

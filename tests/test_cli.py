@@ -438,6 +438,22 @@ def test_terminating_is_like_interrupting_and_leaves_nothing(
     assert sorted(Path().iterdir()) == before
 
 
+def test_what_a_killed_apply_leaves_is_removed_by_the_next(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_plan(capsys, model)
+    script = (
+        "import os, signal, gccompress.apply as a\n"
+        "from gccompress.cli import main\n"
+        "a.reload_difference = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main(['apply', 'plan.yaml', '-o', 'out'])\n"
+    )
+    assert _fresh_process(script=script).returncode == -9
+    assert len(list(Path().glob(".out.*.tmp"))) == 1 and not Path("out").exists()
+    succeed(capsys, "apply", "plan.yaml", "-o", "out")
+    assert not list(Path().glob(".out.*")) and Path("out/model.safetensors").exists()
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -509,6 +509,7 @@ def test_help_teaches_with_an_example_that_parses(
     [
         ("plan", "--keep", "0.8", "check", "plan.yaml"),
         ("plan", "--model", "tiny", "show", "plan.yaml"),
+        ("plan", "--json", "show", "plan.yaml"),
         ("plan", "magic"),
         ("plan", "diff", "plan.yaml"),
         ("plan", "check"),
@@ -519,3 +520,5 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
         main(list(arguments))
     captured = capsys.readouterr()
     assert stop.value.code == 2 and captured.out == "" and "Traceback" not in captured.err
+    if arguments[1].startswith("-"):
+        assert f"{arguments[1]} before '" in captured.err
