@@ -283,6 +283,8 @@ def test_another_model(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--allow-other-model" in fail(capsys, *arguments)
     found = succeed_json(capsys, *arguments, "--allow-other-model", "-o", "other.yaml")
     assert found["differs"]
+    unknown = succeed_json(capsys, *arguments, "--allow-other-model", "--no-probe")["found"]
+    assert unknown["ppl"] is None and unknown["dense_ppl"] is None and not unknown["measured"]
     succeed(capsys, "apply", "other.yaml", "-o", "out")
     moved = Plan.load("other.yaml")
     assert moved.model.name == str(other) and moved.model.hash != plan.model.hash

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from gccompress.apply import damping_of
 from gccompress.calibration import calibrate, options_of_record, recall, recall_heldout
 from gccompress.files import cache_folder
-from gccompress.linalg import Damping
 from gccompress.models import stored_dtype
 from gccompress.moments import Moments
 from gccompress.plan import (
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
 REMADE = "its numbers were made again by plan check, as its moves had others"
 NUMBERS = ("saves", "loss", "gain")  # of a move, which follow from what it does
+PERPLEXITIES = ("dense_ppl", "ppl", "ppl_low", "ppl_high")  # of a prediction
 TOLERANCE = 2e-3  # relative: losses are written to four digits, and machines differ in the last
 
 
@@ -223,10 +223,10 @@ def check_plan(
     """
     file = PlanFile.open(plan)
     recorded = decoder_shape(file.plan)
-    if recorded is not None:  # so that most mistakes are found before the model is opened
+    if recorded is not None:
         file.check_sizes(recorded)
     cache = cache_folder(cache_dir)
-    damping = damping_of(file.plan)
+    damping_of(file.plan)  # what does not fit is found before the model is opened
     opened = open_planned(
         file.plan,
         model,
@@ -237,31 +237,70 @@ def check_plan(
         cache=cache,
         trust_remote_code=trust_remote_code,
     )
-    view = opened.view
-    shape = model_shape(view, stored_dtype(opened.loaded))
+    shape = model_shape(opened.view, stored_dtype(opened.loaded))
     file.check_sizes(shape)
-    identity = planned_model(opened.loaded, view, shape)
-    if not opened.other:  # under the name and revision that the plan knows it by
-        identity = file.plan.model.model_copy(update={"matrices": identity.matrices})
-    record = file.plan.calibration
-    if record is None:
-        moves, energy = _by_energy(file, view, shape)
-        found = _prediction(file.plan, moves, energy, shape)
-        return _review(file, identity, None, moves, found, missed=_missed(file.plan, found))
-    moments, heldout, record = _recalled(opened, record, cache, probe)
-    moves = _by_moments(file, view, moments, damping)
+    if file.plan.calibration is None:
+        return _by_energy(file, opened, shape)
+    return _by_moments(file, opened, shape, cache, probe)
+
+
+def _by_moments(
+    file: PlanFile, opened: Opened, shape: ModelShape, cache: Path, probe: bool
+) -> Review:
+    """Review a plan by what its calibration says and, if wanted, by a probe."""
+    plan, view = file.plan, opened.view
+    assert plan.calibration is not None  # noqa: S101 - called for such plans
+    moments, heldout, record = _recalled(opened, plan.calibration, cache, probe)
+    damping, multiple = damping_of(plan), plan.options.get("multiple")
+    steps = multiple if isinstance(multiple, int) and multiple > 0 else 1
+    moves = tuple(
+        Reviewed(n, file.line(n), move, reprice(view, moments, move, damping, steps))
+        for n, move in enumerate(track(plan.moves, "Pricing (moves)"))
+    )
     loss = sum(one.found.loss or 0.0 for one in moves)
-    found = _prediction(file.plan, moves, loss, shape)
+    found = _prediction(plan, moves, loss, shape)
+    if opened.other:  # of which the plan knows no perplexity
+        found = found.model_copy(update=dict.fromkeys(PERPLEXITIES) | {"measured": False})
     probed = heldout is not None and len(heldout) > 0
     if heldout is not None and probed:  # without what other runs measured: it is checked here
         prober = Prober(view, moments, damping, heldout)
-        measured = prober.measure(file.plan.strategy, file.plan.moves)
+        measured = prober.measure(plan.strategy, plan.moves)
         rises = perplexities(prober.dense_nll, loss, measured)
         found = found.model_copy(update={**rises, "measured": True})
-    missed = _missed(file.plan, found)
-    if file.plan.budget.speedup is not None:
-        missed = _slow(file.plan, file.plan.budget.speedup, view, shape, cache)
-    return _review(file, identity, record, moves, found, probed=probed, missed=missed)
+    missed = _missed(plan, found)
+    if plan.budget.speedup is not None:
+        missed = _slow(plan, plan.budget.speedup, view, shape, cache)
+    reviewed = _repaired(file, _identity(plan, opened, shape), record, moves, found)
+    return Review(file, reviewed, moves, probed, missed)
+
+
+def _by_energy(file: PlanFile, opened: Opened, shape: ModelShape) -> Review:
+    """Review a plan that was made from weights alone.
+
+    Raises:
+        PlanError: a kind of move whose cost is not seen in weights; names its line.
+    """
+    moves, lost, dense = [], 0.0, shape.decoder_params()
+    for number, move in enumerate(file.plan.moves):
+        if not isinstance(move, LowRank | ShareInput | ShareOutput):
+            file.refuse(number, "its cost is not seen in weights, of which the plan was made")
+        lost += energy_lost(opened.view, move)
+        saves = dense - plan_params((move,), shape)[0]
+        found = move.model_copy(update={"loss": None, "saves": saves})
+        moves.append(Reviewed(number, file.line(number), move, found))
+    priced = tuple(moves)
+    prediction = _prediction(file.plan, priced, lost, shape)
+    identity = _identity(file.plan, opened, shape)
+    reviewed = _repaired(file, identity, None, priced, prediction)
+    return Review(file, reviewed, priced, False, _missed(file.plan, prediction))
+
+
+def _identity(plan: Plan, opened: Opened, shape: ModelShape) -> PlannedModel:
+    """Return the model under the name that the plan knows it by, unless it is another."""
+    found = planned_model(opened.loaded, opened.view, shape)
+    if opened.other:
+        return found
+    return found.model_copy(update={"name": plan.model.name, "revision": plan.model.revision})
 
 
 def _recalled(
@@ -274,37 +313,6 @@ def _recalled(
         return again.moments, again.heldout if probe else None, again.record
     moments = recall(loaded, view, record, cache)
     return moments, recall_heldout(loaded, record, cache) if probe else None, record
-
-
-def _by_moments(
-    file: PlanFile, view: ModelView, moments: Moments, damping: Damping
-) -> tuple[Reviewed, ...]:
-    """Return every move with the numbers that its calibration gives."""
-    multiple = file.plan.options.get("multiple")
-    steps = multiple if isinstance(multiple, int) and multiple > 0 else 1
-    return tuple(
-        Reviewed(n, file.line(n), move, reprice(view, moments, move, damping, steps))
-        for n, move in enumerate(track(file.plan.moves, "Pricing (moves)"))
-    )
-
-
-def _by_energy(
-    file: PlanFile, view: ModelView, shape: ModelShape
-) -> tuple[tuple[Reviewed, ...], float]:
-    """Return every move with what it saves, and the weight energy that all of them lose.
-
-    Raises:
-        PlanError: a kind of move whose cost is not seen in weights; names its line.
-    """
-    moves, lost, dense = [], 0.0, shape.decoder_params()
-    for number, move in enumerate(file.plan.moves):
-        if not isinstance(move, LowRank | ShareInput | ShareOutput):
-            file.refuse(number, "its cost is not seen in weights, of which the plan was made")
-        lost += energy_lost(view, move)
-        saves = dense - plan_params((move,), shape)[0]
-        found = move.model_copy(update={"loss": None, "saves": saves})
-        moves.append(Reviewed(number, file.line(number), move, found))
-    return tuple(moves), lost
 
 
 def _prediction(
@@ -332,16 +340,14 @@ def _prediction(
     return found.model_copy(update={**rises, "measured": False})
 
 
-def _review(
+def _repaired(
     file: PlanFile,
     model: PlannedModel,
     calibration: Calibration | None,
     moves: tuple[Reviewed, ...],
     prediction: Prediction,
-    *,
-    probed: bool = False,
-    missed: str | None = None,
-) -> Review:
+) -> Plan:
+    """Return the plan with the numbers that were found."""
     update: dict[str, Any] = {
         "model": model,
         "calibration": calibration,
@@ -353,7 +359,7 @@ def _review(
         update["findings"] = sharing_findings(update["moves"], None, spaces)
         if REMADE not in file.plan.notes:
             update["notes"] = (*file.plan.notes, REMADE)
-    return Review(file, file.plan.model_copy(update=update), moves, probed, missed)
+    return file.plan.model_copy(update=update)
 
 
 def _missed(plan: Plan, found: Prediction) -> str | None:
