@@ -10,6 +10,7 @@ from gccompress.models import LoadedModel
 from gccompress.moments import Fisher, Moments, collect_moments, find_moments, moments_hash
 from gccompress.plan import LARGEST_SEED, Calibration
 from gccompress.processes import main_first
+from gccompress.roles import SAME_INPUT
 from gccompress.text import Windows, load_windows
 from gccompress.view import ModelView
 
@@ -176,11 +177,25 @@ def _require_same(record: Calibration, now: str) -> None:
         )
 
 
-def damping_warnings(view: ModelView, tokens: int) -> tuple[str, ...]:
-    """Return one line per kind of matrix whose input is wider than there are calibration tokens."""
+def damping_warnings(view: ModelView, moments: Moments) -> tuple[str, ...]:
+    """Return one line per kind of matrix whose moments rest on damping.
+
+    Those whose input is wider than there are calibration tokens, and those of whose input channels
+    some were zero on every token: a dead neuron or head, a channel that a norm scales to nothing.
+    """
+    tokens = moments.tokens
     wide = {role: view.shape(role, 0)[1] for role in view.roles if view.shape(role, 0)[1] > tokens}
-    return tuple(
+    lines = [
         f"{role.value}: {tokens} calibration tokens for an input of width {width}; its moment has "
         f"rank {tokens} at most and was damped; give at least {4 * width} tokens"
         for role, width in wide.items()
-    )
+    ]
+    for group in SAME_INPUT:
+        role = next(role for role in group if role in view.roles)
+        channels, layers = moments.silent(role)
+        if channels:
+            lines.append(
+                f"{role.value}: {channels} input channels in {layers} layers were never active on "
+                "the calibration text; their moments are the damping alone"
+            )
+    return tuple(lines)

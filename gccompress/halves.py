@@ -56,6 +56,12 @@ def unpacked(half: Tensor) -> Tensor:
     return m
 
 
+def diagonal(half: Tensor) -> Tensor:
+    """Return the diagonal `[n]` of a packed half."""
+    lengths = torch.arange(width_of(half), 0, -1)
+    return half[lengths.cumsum(0) - lengths]
+
+
 def width_of(half: Tensor) -> int:
     """Return n of a packed half `[n (n + 1) / 2]`."""
     return int((2 * len(half)) ** 0.5)

@@ -68,6 +68,8 @@ class Moments:
             self.hash: str = self.meta["hash"]
             self.tokens: int = self.meta["tokens"]
             self.influence = tuple(LayerInfluence(**one) for one in self.meta["layers"])
+            # Older ones do not say; then nothing is known to be silent.
+            self._silent: list[dict[str, int]] = self.meta.get("silent", [])
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise GccompressError(
                 f"{folder}: not finished moments ({error}); delete it and calibrate again"
@@ -80,6 +82,11 @@ class Moments:
     def a(self, role: Role, layer: int) -> Tensor:
         """Return the output gradient's moment `[out, out]`, float64."""
         return self._read(f"a.{role.value}", layer).div_(self.tokens * self.meta["labels"])
+
+    def silent(self, role: Role) -> tuple[int, int]:
+        """Return how many inputs of a role were zero on all tokens, and in how many layers."""
+        counts = [layer.get(f"g.{input_key(role)}", 0) for layer in self._silent]
+        return sum(counts), sum(count > 0 for count in counts)
 
     def _read(self, key: str, layer: int) -> Tensor:
         path = self.folder / _layer_file(layer)
@@ -281,14 +288,15 @@ class _Run:
             save_file(half, self.partial / _layer_file(layer))
             drop, influence = (float(state[f"{layer}.{key}"]) for key in ("drop", "influence"))
             one = {"influence": influence / tokens, "drop_loss": 0.5 * drop / (tokens * labels)}
-            text = json.dumps(one)
+            silent = {key: int((halves.diagonal(h) == 0).sum()) for key, h in half.items()}
+            text = json.dumps({"influence": one, "silent": silent})
             write_text(self.partial / f"layer_{layer:03d}.json", text)  # it says that both are
         for folder in self.partial.glob("sums-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def finish(self, calibration_hash: str, out: Path) -> None:
         """Make `partial` the folder `out` of finished moments."""
-        influence = [
+        layers = [
             json.loads((self.partial / f"layer_{layer:03d}.json").read_text("utf-8"))
             for layer in range(self.view.num_layers)
         ]
@@ -297,7 +305,8 @@ class _Run:
             "hash": calibration_hash,
             "tokens": self.windows.ids.numel(),
             "labels": self.fisher.draws + self.fisher.data,
-            "layers": influence,
+            "layers": [layer["influence"] for layer in layers],
+            "silent": [layer["silent"] for layer in layers],
         }
         (self.partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
         if out.exists():  # left by something else than this class

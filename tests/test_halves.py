@@ -26,3 +26,12 @@ def test_sums_of_outer_products_come_back_whole(n: int) -> None:
 
 def test_a_sum_takes_little_more_than_half() -> None:
     assert halves.sum_bytes(4096) < 0.57 * 4 * 4096**2
+
+
+@pytest.mark.parametrize("n", [1, 5, 64])
+def test_the_diagonal_of_a_half(n: int) -> None:
+    m = torch.randn(n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    m = m + m.T
+    half = m[torch.ones(n, n, dtype=torch.bool).triu()]
+    assert torch.equal(halves.diagonal(half), m.diagonal())
+    assert torch.equal(halves.unpacked(half), m)

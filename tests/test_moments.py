@@ -1,20 +1,26 @@
 """Moments against gradients taken another way, several passes, interruptions, bad losses."""
 
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from gccompress import moments as module
+from gccompress.apply import apply_plan
+from gccompress.calibration import CalibrationOptions
 from gccompress.errors import GccompressError, NumericalError
 from gccompress.moments import Fisher, Moments, collect_moments, find_moments
+from gccompress.planner import PlanOptions, make_plan
 from gccompress.roles import Role
 from gccompress.text import Windows
 from gccompress.view import ModelView
-from tests.tiny import VOCAB, tiny_model
+from tests.tiny import VOCAB, tiny_folder, tiny_model
 
 LAYERS = 3
 
@@ -207,6 +213,88 @@ def test_two_at_once_do_the_work_once(tmp_path: Path, monkeypatch: pytest.Monkey
         found = list(pool.map(lambda view: collect(view, tmp_path), views))
     assert found[0].folder == found[1].folder and len(calls) == len(windows())
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def cut_off(file: Path) -> None:
+    """Lose the end of a file, as a full disk does."""
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def scrambled(file: Path) -> None:
+    """Lose the header."""
+    file.write_bytes(b"x" * 20)
+
+
+def of_another(file: Path) -> None:
+    """Hold other tensors."""
+    save_file({"g.q": torch.zeros(3)}, file)
+
+
+@pytest.mark.parametrize("damage", [cut_off, scrambled, of_another, Path.unlink])
+def test_a_damaged_layer_is_made_again_with_one_warning(
+    damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = ModelView(tiny_model("llama", layers=LAYERS))
+    first = collect(view, tmp_path)
+    wanted = first.g(Role.Q, 1)
+    damage(first.folder / "layer_001.safetensors")
+    again = collect(view, tmp_path)
+    torch.testing.assert_close(again.g(Role.Q, 1), wanted, rtol=0, atol=0)
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1 and "layer_001.safetensors" in warnings[0].message
+    assert "to be made again" in warnings[0].message
+
+
+def test_a_plan_whose_moments_are_damaged_is_applied_after_making_them_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_folder(tmp_path / "model", "llama", layers=LAYERS)
+    options = PlanOptions(strategy="width", spaces="paper", multiple=4, probe="none")
+    calibration = CalibrationOptions("self", 64, 16, 0)
+    made = make_plan(
+        folder, keep=0.8, options=options, calibration=calibration, cache_dir=str(tmp_path)
+    )
+    (files,) = [file.parent for file in tmp_path.glob("moments/*/meta.json")]
+    wanted = apply_plan(made, folder, None, cache_dir=str(tmp_path)).model.state_dict()
+    cut_off(files / "layer_002.safetensors")
+    found = apply_plan(made, folder, None, cache_dir=str(tmp_path)).model.state_dict()
+    assert len([one for one in caplog.records if "to be made again" in one.message]) == 1
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_saved_sums_that_are_damaged_or_of_other_layers_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = ModelView(tiny_model("llama", layers=LAYERS))
+    whole = collect(view, tmp_path / "whole")
+    monkeypatch.setattr(module, "SAVE_EVERY_SECONDS", -1.0)
+    backward, calls = module.add_gradients, 0
+
+    def dies(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        backward(*args)
+
+    monkeypatch.setattr(module, "add_gradients", dies)
+    with pytest.raises(KeyboardInterrupt):  # in the first of three passes
+        collect(view, tmp_path, memory=1)
+    found = collect(view, tmp_path)  # in one
+    assert "resuming" not in caplog.text
+    assert (found.folder / "layer_002.safetensors").read_bytes() == (
+        whole.folder / "layer_002.safetensors"
+    ).read_bytes()
+    shutil.rmtree(found.folder)
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        collect(view, tmp_path)
+    (saved,) = tmp_path.glob("moments/*.partial/sums-*/*")
+    cut_off(saved)
+    again = collect(view, tmp_path)
+    assert "starts over" in caplog.text
+    torch.testing.assert_close(again.a(Role.Q, 1), whole.a(Role.Q, 1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"hash": 1, "tokens": 2, "layers": [3]}'])

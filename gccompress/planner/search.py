@@ -150,7 +150,7 @@ class Search:
             options=self._recorded(),
             versions={name: version(name) for name in ("torch", "transformers")}
             | {"gccompress": gccompress.__version__},
-            notes=damping_warnings(self.view, self.calibrated.moments.tokens),
+            notes=damping_warnings(self.view, self.calibrated.moments),
             findings=sharing_findings(chosen, self._allocation, self.options.spaces),
             moves=tuple(chosen),
         )
