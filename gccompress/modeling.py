@@ -46,6 +46,13 @@ class SharedBasis(nn.Module):
         """Map `[..., in]` to `[..., out]`."""
         return functional.linear(x, self.weight)
 
+    def extra_repr(self) -> str:
+        """Say why it is no target: tools that refuse a module show its representation."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}; shared by several "
+            "layers, all of which an adapter here would change: adapt their coef instead"
+        )
+
 
 class SharedBases(nn.ModuleDict):
     """The bases of a model, by key; during a forward without gradients the last product is kept.
