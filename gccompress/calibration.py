@@ -11,7 +11,7 @@ from gccompress.moments import Fisher, Moments, collect_moments, find_moments, m
 from gccompress.plan import LARGEST_SEED, Calibration
 from gccompress.processes import main_first
 from gccompress.roles import SAME_INPUT
-from gccompress.text import Windows, load_windows
+from gccompress.text import Windows, evenly, load_windows
 from gccompress.view import ModelView
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ class CalibrationOptions:
         heldout_tokens: further tokens, seen by no moment, on which plans are probed.
         seed: of sampled text and sampled labels.
         fisher: how output moments are estimated.
+        spread: take windows from all over the text, and hold out windows from all over it; else its
+            first ones, and hold out the last of these.
     """
 
     source: str = "self"
@@ -36,6 +38,7 @@ class CalibrationOptions:
     heldout_tokens: int = 4096
     seed: int = 0
     fisher: Fisher = Fisher()  # noqa: RUF009 - frozen
+    spread: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,16 @@ def read_windows(
             seqlen=options.seqlen,
             tokens=(count + held) * options.seqlen,
             seed=options.seed,
+            spread=options.spread,
             cache_dir=cache,
         )
     )
-    return windows.slice(0, count), windows.slice(count, count + held)
+    if not options.spread:
+        return windows.slice(0, count), windows.slice(count, count + held)
+    out = set(evenly(count + held, held))
+    return windows.select([i for i in range(count + held) if i not in out]), windows.select(
+        sorted(out)
+    )
 
 
 def calibrate(
@@ -120,6 +129,7 @@ def calibrate(
         fisher=str(options.fisher),
         heldout_tokens=heldout.ids.numel(),
         dtype=str(view.model.dtype).removeprefix("torch."),
+        spread=options.spread,
     )
     return Calibrated(moments, used, heldout, record)
 
@@ -138,6 +148,7 @@ def options_of_record(record: Calibration) -> CalibrationOptions:
         record.heldout_tokens,
         record.seed,
         Fisher.parse(record.fisher),
+        record.spread,
     )
 
 

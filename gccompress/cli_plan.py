@@ -102,6 +102,10 @@ def plan(
         str,
         typer.Option(help="Gradients of the text's own labels and of N sampled ones: data+N."),
     ] = "data+1",
+    spread: Annotated[
+        bool,
+        typer.Option(help="Take windows from all over the text; --no-spread takes its first ones."),
+    ] = True,
     spaces: Annotated[
         Spaces,
         typer.Option(
@@ -180,7 +184,7 @@ def plan(
         _finish_plan(choice, out, as_json)
         return
     calibration_options = CalibrationOptions(
-        calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher)
+        calibration, calibration_tokens, seqlen, heldout_tokens, seed, Fisher.parse(fisher), spread
     )
     process = join(device)
     if not process.main:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MOMENTS_VERSION = 1
 SAVE_EVERY_SECONDS = 120.0
+CPU_MEMORY = 6 * 2**30  # bytes of accumulators: three layers of an 8B model at a time
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def collect_moments(
     cache: Path,
     fisher: Fisher = Fisher(),  # noqa: B008 - frozen
     seed: int = 0,
-    memory: int = 6 * 2**30,
+    memory: int | None = None,
 ) -> Moments:
     """Run the windows through the model and return their moments, from the cache if there.
 
@@ -185,6 +186,7 @@ def collect_moments(
         fisher: how A is estimated.
         seed: of the labels sampled from the model.
         memory: bytes that accumulators may take; more layers than fit are done in several passes.
+            None is `CPU_MEMORY`, or half of what a GPU has free.
 
     Processes that have joined (`processes`) divide the windows; the main one alone writes. Sums
     then differ by the rounding of another order, labels are the same. The folder must be one that
@@ -205,7 +207,7 @@ def collect_moments(
                 there = main and find_moments(calibration_hash, cache) is not None
                 if not processes.from_main(there):
                     run = _Run(view, windows, fisher, seed, out.with_suffix(".partial"))
-                    run.all_passes(memory)
+                    run.all_passes(_room(view.model.device) if memory is None else memory)
                     if main:
                         run.finish(calibration_hash, out)
             processes.from_main(True)  # the others wait until the folder is there
@@ -312,6 +314,14 @@ class _Run:
         if out.exists():  # left by something else than this class
             shutil.rmtree(out)
         self.partial.rename(out)
+
+
+def _room(device: torch.device) -> int:
+    """Return the bytes that accumulators may take on a device; all processes get the same."""
+    if device.type == "cpu":
+        return CPU_MEMORY
+    free, _ = torch.cuda.mem_get_info(device)
+    return processes.from_main(free // 2)
 
 
 def _layer_bytes(view: ModelView) -> int:

@@ -128,7 +128,10 @@ class PlannedModel(Strict):
 
 
 class Calibration(Strict):
-    """Where the moments came from: enough to find them in the cache or to make them again."""
+    """Where the moments came from: enough to find them in the cache or to make them again.
+
+    `spread` is that of `CalibrationOptions`; plans that do not say it took the first windows.
+    """
 
     source: str
     hash: str
@@ -138,6 +141,7 @@ class Calibration(Strict):
     fisher: str
     heldout_tokens: int = Field(ge=0)
     dtype: str
+    spread: bool = False
 
 
 class Budget(Strict):

@@ -28,6 +28,7 @@ class CalibrationSection(_Section):
     heldout_tokens: int = Field(default=4096, ge=0)
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     fisher: str = "data+1"
+    spread: bool = True
 
 
 class PlanSection(_Section):

@@ -10,7 +10,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -34,6 +34,7 @@ BLOCK = 1 << 18  # bytes unpacked at a time
 LONGEST_LINE = 1 << 26  # characters of one JSONL row
 # The last tokens of a cut text are not those of the whole; farther in they are.
 MARGIN_TOKENS = 64
+SPREAD = 16  # times as much text is read as is used, where windows are spread over it
 
 JSON_FIELDS = ("text", "page")
 TEXT_SUFFIXES = (".txt", ".jsonl")
@@ -78,7 +79,11 @@ class Windows:
 
     def slice(self, start: int, stop: int) -> "Windows":
         """Return windows `start` to `stop`, exclusive, with a hash of their own."""
-        return Windows.of(self.ids[start:stop], self.source, self.note)
+        return self.select(range(start, min(stop, len(self))))
+
+    def select(self, indices: Sequence[int]) -> "Windows":
+        """Return some windows, in the order given, with a hash of their own."""
+        return Windows.of(self.ids[list(indices)], self.source, self.note)
 
 
 def load_windows(
@@ -89,10 +94,11 @@ def load_windows(
     tokens: int = 16384,
     seed: int = 0,
     skip_tokens: int = 0,
+    spread: bool = False,
     split: str = "train",
     cache_dir: str | Path | None = None,
 ) -> Windows:
-    """Return the first `tokens // seqlen` windows of a text.
+    """Return `tokens // seqlen` windows of a text.
 
     Args:
         source: `self` (text sampled from the model), `wikitext2`, a file, or a hub data set
@@ -102,6 +108,8 @@ def load_windows(
         tokens: tokens of all windows.
         seed: of sampled text.
         skip_tokens: tokens of the text left out before the first window; not for `self`.
+        spread: take the windows evenly from the first `SPREAD` times as many that the text has,
+            rather than its first ones: neighbours are about the same thing. Not for `self`.
         split: of a hub data set whose name has no `@split`.
         cache_dir: where sampled text is kept.
 
@@ -120,9 +128,12 @@ def load_windows(
         raise TextError(f"text {name}: the model has no tokenizer; pass a pair (model, tokenizer)")
     pieces = _pieces(name, split)
     bos = _bos(loaded)
-    needed = skip_tokens + count * (seqlen - (bos is not None))
-    ids = _first_tokens(pieces, loaded.tokenizer, needed, name)
-    windows = _cut(ids, seqlen, count, bos=bos, skip=skip_tokens, source=name)
+    width = seqlen - (bos is not None)
+    read = count * SPREAD if spread else count
+    ids = _first_tokens(pieces, loaded.tokenizer, skip_tokens + read * width, name)
+    there = max(count, min(read, (len(ids) - skip_tokens) // width))
+    windows = _cut(ids, seqlen, there, bos=bos, skip=skip_tokens, source=name)
+    windows = windows.select(evenly(there, count))
     vocabulary = loaded.model.config.get_text_config().vocab_size
     if int(windows.ids.max()) >= vocabulary:
         raise TextError(
@@ -130,6 +141,11 @@ def load_windows(
             f"{vocabulary}; pass the tokenizer that belongs to the model"
         )
     return windows
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """Return `count` of `total` indices, evenly spaced, each in the middle of its part."""
+    return [(2 * index + 1) * total // (2 * count) for index in range(count)]
 
 
 def cut_windows(

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from gccompress import sampling
+from gccompress.calibration import CalibrationOptions, read_windows
 from gccompress.errors import NumericalError, TextError
 from gccompress.models import LoadedModel, open_model
-from gccompress.text import Windows, cut_windows, load_windows
+from gccompress.text import SPREAD, Windows, cut_windows, load_windows
 from tests.tiny import BOS, EOS, FAMILIES, TEXT, VOCAB, tiny_model, tiny_tokenizer, tokens
 
 LONG = " ".join([TEXT] * 40)
@@ -56,6 +58,48 @@ def test_reading_only_the_beginning_gives_what_the_whole_gives(
     for count in (1, 10, 50):
         windows = load_windows(path, loaded, seqlen=32, tokens=32 * count)
         assert windows.ids.flatten().tolist() == whole_ids(text)[: 32 * count]
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_spread_windows_are_whole_windows_from_all_over(
+    loaded: LoadedModel, tmp_path: Path, count: int
+) -> None:
+    path = write(tmp_path / "a.txt", LONG)
+    there = len(whole_ids(LONG)) // 16
+    spread = load_windows(path, loaded, seqlen=16, tokens=16 * count, spread=True)
+    read = min(there, SPREAD * count)
+    first = load_windows(path, loaded, seqlen=16, tokens=16 * read)
+    places = [first.ids.tolist().index(row) for row in spread.ids.tolist()]
+    assert len(spread) == count and places == sorted(set(places))
+    # One from each part of the text, none beyond what is read.
+    assert [place * count // read for place in places] == list(range(count))
+
+
+def test_a_text_of_just_enough_windows_gives_all_of_them(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    text = TEXT * 2
+    count = len(whole_ids(text)) // 16
+    path = write(tmp_path / "a.txt", text)
+    first = load_windows(path, loaded, seqlen=16, tokens=16 * count)
+    spread = load_windows(path, loaded, seqlen=16, tokens=16 * count, spread=True)
+    assert torch.equal(spread.ids, first.ids)
+    with pytest.raises(TextError, match="too short"):
+        load_windows(path, loaded, seqlen=16, tokens=16 * (count + 1), spread=True)
+
+
+def test_held_out_windows_are_from_all_over_and_in_no_moment(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    path = str(write(tmp_path / "a.txt", LONG))
+    options = CalibrationOptions(path, 16 * 12, 16, 16 * 3)
+    used, heldout = read_windows(loaded, options, tmp_path)
+    rows = load_windows(path, loaded, seqlen=16, tokens=16 * 15, spread=True).ids.tolist()
+    assert [rows.index(row) for row in heldout.ids.tolist()] == [2, 7, 12]
+    assert sorted(used.ids.tolist() + heldout.ids.tolist()) == sorted(rows)
+    used, heldout = read_windows(loaded, replace(options, spread=False), tmp_path)
+    assert used.ids.flatten().tolist() == whole_ids(LONG)[: 16 * 12]
+    assert heldout.ids.flatten().tolist() == whole_ids(LONG)[16 * 12 : 16 * 15]
 
 
 def test_cut_windows_is_the_same_cut(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
         text.heldout_tokens,
         text.seed,
         Fisher.parse(text.fisher),
+        text.spread,
     )
 
 
