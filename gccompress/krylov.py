@@ -167,9 +167,11 @@ def is_decided(squares: Tensor, residuals: Tensor) -> bool:
     return bool(own <= VECTOR_TOLERANCE * max(0.0, surely_apart))
 
 
-def is_settled(squares: Tensor, residuals: Tensor, count: int) -> bool:
-    """Tell whether the leading `count` directions are within `ANGLE_TOLERANCE`, or rounding."""
-    within = residuals[:count] <= ANGLE_TOLERANCE
+def is_settled(
+    squares: Tensor, residuals: Tensor, count: int, tolerance: float = ANGLE_TOLERANCE
+) -> bool:
+    """Tell whether the leading `count` directions are within a tolerance, or rounding."""
+    within = residuals[:count] <= tolerance
     return bool((within | (squares[:count] <= RANK_FLOOR * squares[0])).all())
 
 
