@@ -78,3 +78,12 @@ def test_dead_neurons_go_first() -> None:
     order = order_neurons(Weighted(down.weight, g, down.a), "w", 2)
     assert set(order.removed[:2].tolist()) == {3, 6}
     assert float(order.losses[2]) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_what_is_given_is_left_as_it_was() -> None:
+    down = matrix(5, 12, seed=3)
+    before = [one.clone() for one in (down.weight, down.g, down.a)]
+    order_neurons(down, "w", 4)
+    refit(down, torch.tensor([1, 2, 5]), "w")
+    for one, was in zip((down.weight, down.g, down.a), before, strict=True):
+        assert torch.equal(one, was)
