@@ -324,8 +324,11 @@ def lay_out(
         print(json.dumps(overview.to_dict()))
         return
     show(overview.table())
+    print()
+    for line in overview.sentences():
+        print(line)
     if figure is not None:
-        print(f"\nFigure written to {figure}.")
+        print(f"Figure written to {figure}.")
 
 
 def _refuse_options(context: typer.Context) -> None:

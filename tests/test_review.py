@@ -390,7 +390,10 @@ def test_show(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[1] == ["1", ".", "in 12 a", ".", "out 16 c", *["width 40"] * 3]
     assert rows[2] == ["2", *["dropped"] * 7]
     assert rows[3] == ["3", "in 8 b", ".", "in 8 b", "out 16 c", ".", ".", "."]
+    for line in plan.findings:
+        assert f"{line}." in lines
     found = succeed_json(capsys, "plan", "show", "edited.yaml")
+    assert found["findings"] == list(plan.findings)
     assert found["model"] == plan.model.name and len(found["matrices"]) == 28
     assert [one["role"] for one in found["matrices"][:7]] == [role.value for role in Role]
     assert found["matrices"][1] == {

@@ -43,6 +43,8 @@ class PlanOverview:
             "strategy": plan.strategy,
             "budget": str(plan.budget),
             "prediction": plan.prediction.model_dump(mode="json"),
+            "findings": list(plan.findings),
+            "notes": list(plan.notes),
             "matrices": [
                 {
                     "layer": layer,
@@ -80,6 +82,13 @@ class PlanOverview:
             row = [self.cells[role, layer] for role in roles]
             table.add_row(str(layer), *(_short(cell, letters) for cell in row))
         return table
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what the planner found of sharing, and what it noted."""
+        for line in self.file.plan.findings:
+            yield f"{line}."
+        for line in self.file.plan.notes:
+            yield f"Note: {line}."
 
     def save_figure(self, path: str | Path) -> None:
         """Draw depth by projection, coloured by the share kept, into an image file.
