@@ -30,6 +30,7 @@ from gccompress.all_pairs import working_bytes
 from gccompress.architectures import ArchSpec
 from gccompress.continuity import ContinuityReport, analyze
 from gccompress.files import write_text
+from gccompress.gram import multiplies_bf16
 from gccompress.layers import ANGLE_COUNTS, MATCHED, NO_SCALES, Way, seed_of, take_apart
 from gccompress.roles import READS_RESIDUAL, Role
 from gccompress.shards import open_stream
@@ -255,7 +256,7 @@ def linear(folder: Path) -> dict[str, Any]:
         for i in range(count):
             (part / f"layer-{i:02}.safetensors").symlink_to(whole / f"layer-{i:02}.safetensors")
         describe(part, shapes, count)
-        seconds[str(count)] = min(_job("analyze", part)["seconds"] for _ in range(2))
+        seconds[str(count)] = min(_job("analyze", part)["seconds"] for _ in range(4))
         shutil.rmtree(part)
     shutil.rmtree(whole)
     return {"seconds": seconds, "per_layer": {k: v / int(k) for k, v in seconds.items()}}
@@ -339,6 +340,7 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "bf16_units": multiplies_bf16(torch.device("cpu")),
     }
     write_text(file, json.dumps(results, indent=1) + "\n")
     write_text(RESULTS / "analyze.md", describe_results(results))
@@ -350,7 +352,8 @@ def describe_results(results: dict[str, Any]) -> str:
     machine = results["machine"]
     lines += ["    python benchmarks/analyze.py", ""]
     lines += [
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}.",
+        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"{'with' if machine['bf16_units'] else 'without'} matrix units for bf16 (AMX).",
         "",
     ]
     if "smollm2" in results:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gccompress.errors import GccompressError
+from gccompress.krylov import Stored
 from gccompress.layers import Layer, Scales, Way, refuse_non_finite, seed_of, take_apart, way_of
 from gccompress.pairs import PairMetrics, compare
 from gccompress.progress import track_bytes
@@ -224,7 +225,7 @@ def working_bytes(shape: tuple[int, int], itemsize: int) -> int:
     and as much again while the Ritz vectors are formed, one widened block.
     """
     out, width = shape
-    return math.prod(shape) * itemsize + 4 * 512 * (2 * width + out) + (16 << 20)
+    return math.prod(shape) * itemsize + 4 * 512 * (2 * width + out) + Stored.BLOCK_BYTES
 
 
 @contextmanager

@@ -137,11 +137,12 @@ def _cross_squares(first: ExactGram, second: ExactGram) -> Tensor:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Tell whether a device multiplies matrices of bf16 several times faster than of fp32."""
-    if device.type != "cpu":
-        return device.type == "cuda"
+    """Tell whether a device is a processor that multiplies bf16 several times faster than fp32.
+
+    That is one with matrix units (AMX); a torch that cannot tell counts as one without.
+    """
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return supported is not None and bool(supported())
+    return device.type == "cpu" and supported is not None and bool(supported())
 
 
 def _exact(product: float | None, total: float) -> Alignment | None:
