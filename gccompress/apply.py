@@ -16,6 +16,7 @@ import torch
 
 import gccompress
 from gccompress.calibration import calibrate, options_of_record, recall
+from gccompress.card import CARD, Sizes, model_card
 from gccompress.checkpoints import (
     checkpoint_bytes,
     compress_in_place,
@@ -25,15 +26,17 @@ from gccompress.checkpoints import (
 from gccompress.errors import CheckpointError, PlanError
 from gccompress.files import cache_folder, new_folder, refuse_non_empty
 from gccompress.linalg import Damping
+from gccompress.modeling import LAYOUT
 from gccompress.models import LoadedModel, stored_dtype
 from gccompress.moments import Moments
 from gccompress.moves import build, set_mlp_width
 from gccompress.plan import DropLayers, Plan, ResizeMlp, plan_params
+from gccompress.plan_file import PlanFile
 from gccompress.planned import open_planned
 from gccompress.polish import Polished, PolishOptions, replaced_parameters
 from gccompress.polish import polish as train_polish
 from gccompress.text import Windows
-from gccompress.verification import RECORD, hash_files
+from gccompress.verification import PLAN, RECORD, hash_files
 from gccompress.view import ModelView, model_shape
 
 if TYPE_CHECKING:
@@ -183,7 +186,8 @@ def apply_plan(
         GccompressError: the output folder is not empty, moments cannot be made again, ...
         CheckpointError: the checkpoint does not reload as it was; nothing is left behind.
     """
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    file = PlanFile.open(plan)
+    plan = file.plan
     path = None if out is None else Path(out)
     if path is not None:
         refuse_non_empty(path)
@@ -201,7 +205,7 @@ def apply_plan(
     loaded, view, other = opened.loaded, opened.view, opened.other
     shape = model_shape(view)
     damping_of(plan)  # what does not fit is found before calibrating
-    plan_params(plan.moves, shape)
+    file.check_sizes(shape)
     before = shape.total_params
     factoring = any(not isinstance(move, DropLayers) for move in plan.moves)
     moments = None
@@ -232,9 +236,15 @@ def apply_plan(
     if path is not None:
         provenance = _provenance(plan, loaded, other)
         provenance["polished"] = None if polished is None else asdict(polished)
-        difference = write_checkpoint(
-            compressed, loaded.tokenizer, path, provenance, {"plan.yaml": plan.to_yaml()}
+        stored = sum(p.numel() * p.element_size() for p in compressed.parameters())
+        card = model_card(
+            plan,
+            loaded.source,
+            Sizes(before, after, stored),
+            compressed=hasattr(compressed.config, LAYOUT),
         )
+        files = {PLAN: plan.to_yaml(), CARD: card}
+        difference = write_checkpoint(compressed, loaded.tokenizer, path, provenance, files)
         written = checkpoint_bytes(path)
     return Applied(compressed, path, before, after, written, difference, jitter, polished)
 

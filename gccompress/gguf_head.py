@@ -48,11 +48,13 @@ class GgufHead:
         architecture: "llama", "gemma2", ...
         metadata: what it says under its architecture's name, that prefix taken off.
         tensors: by name.
+        licence: `general.license`, if it says one.
     """
 
     architecture: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    licence: str | None = None
 
 
 def read_head(file: Path) -> GgufHead:
@@ -107,7 +109,9 @@ class _Parser:
         tensors = {}
         for name, kind, shape, offset in found:
             tensors[name] = self._placed(name, kind, shape, data + offset)
-        return GgufHead(architecture, metadata, tensors)
+        licence = values.get("general.license")
+        named = licence if isinstance(licence, str) else None
+        return GgufHead(architecture, metadata, tensors, named)
 
     def _placed(self, name: str, kind: int, shape: tuple[int, ...], start: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gccompress.errors import GccompressError
+from gccompress.errors import CheckpointError, GccompressError
 from gccompress.files import write_text
 from gccompress.recipe import Recipe
 
@@ -70,6 +70,7 @@ def run(
         GccompressError: from any stage; finished stages stay.
     """
     from gccompress.apply import apply_plan
+    from gccompress.card import add_results
     from gccompress.evaluation import Evaluation, evaluate
     from gccompress.models import open_model
     from gccompress.plan import Plan
@@ -152,7 +153,12 @@ def run(
             ).to_json(),
         ),
     )
-    return Run(folder, tuple(record.stages), Evaluation.from_json(score.read_text("utf-8")))
+    evaluation = Evaluation.from_json(score.read_text("utf-8"))
+    try:
+        add_results(checkpoint, evaluation)
+    except CheckpointError as error:  # a card of the user's own
+        logger.warning("%s; the results are in %s only", error, score)
+    return Run(folder, tuple(record.stages), evaluation)
 
 
 class _Record:

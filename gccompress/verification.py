@@ -14,6 +14,7 @@ from torch import nn
 
 from gccompress import modeling
 from gccompress.architectures import ArchSpec, role_shapes, spec_for
+from gccompress.card import CARD
 from gccompress.errors import CheckpointError, GccompressError, ModelError
 from gccompress.files import file_sha256
 from gccompress.plan import DropLayers, Plan
@@ -321,11 +322,14 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a folder by its name, the record itself left out."""
+    """Return the SHA-256 of every file in a folder by its name.
+
+    Left out are the record itself and the card, which is for people to complete.
+    """
     return {
         path.name: file_sha256(path)
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != RECORD
+        if path.is_file() and path.name not in (RECORD, CARD)
     }
 
 
