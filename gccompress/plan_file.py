@@ -27,7 +27,7 @@ class PlanFile:
     """A plan, and where it was read from.
 
     Attributes:
-        plan: its content, checked against itself.
+        plan: its content.
         name: the path, or the plan's model for one that was never written.
         lines: line in the file of each move, from 1; empty for a plan in memory.
     """
@@ -38,14 +38,25 @@ class PlanFile:
 
     @classmethod
     def open(cls, plan: "Plan | str | Path | PlanFile") -> "PlanFile":
-        """Read a plan's file, or wrap a plan. Raises `PlanError`, naming the line."""
+        """Read a plan's file, or wrap a plan, and check it against itself.
+
+        Raises:
+            PlanError: no plan, moves that contradict each other, or moves that the matrices named
+                in it do not allow; names the line.
+        """
         if isinstance(plan, PlanFile):
             return plan
         if isinstance(plan, Plan):
             plan.check_moves()
-            return cls(plan, f"plan for {plan.model.name}")
-        text = read_plan_text(plan)
-        return cls(Plan.parse(text, str(plan)), str(plan), lines_of_items(text, "moves"))
+            file = cls(plan, f"plan for {plan.model.name}")
+        else:
+            text = read_plan_text(plan)
+            read = Plan.parse(text, str(plan))
+            file = cls(read, str(plan), lines_of_items(text, "moves"))
+        shape = decoder_shape(file.plan)
+        if shape is not None:
+            file.check_sizes(shape)
+        return file
 
     def check_sizes(self, shape: ModelShape) -> None:
         """Raise `PlanError`, naming the line, for a move that this model's matrices do not allow.
@@ -57,17 +68,6 @@ class PlanFile:
                 move_params(move, shape)
             except PlanError as error:
                 self.refuse(number, str(error))
-
-    def cells(self) -> "dict[tuple[Role, int], Cell]":
-        """Return what becomes of every matrix, by role and layer.
-
-        Raises:
-            PlanError: a move that the matrices named in the plan do not allow; names its line.
-        """
-        shape = decoder_shape(self.plan)
-        if shape is not None:
-            self.check_sizes(shape)
-        return cells(self.plan)
 
     def line(self, number: int) -> int | None:
         """Return the line of a move, from 1; None for a plan in memory."""

@@ -318,7 +318,7 @@ LAST = "- {do: low_rank, role: q, layer: 0, rank: 8}\n"
         ("- {do: low_rank, role: q, layer: 1, rank: 8, rank: 12}", "'rank' is given twice"),
     ],
 )
-@pytest.mark.parametrize("command", ["check", "show", "diff"])
+@pytest.mark.parametrize("command", ["check", "show", "diff", "apply"])
 def test_an_invalid_move_is_named_by_its_line(
     command: str, added: str, message: str, plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,9 +327,12 @@ def test_an_invalid_move_is_named_by_its_line(
     wanted = len(text.splitlines()) + 4
     if message == "not YAML":
         wanted += 1  # where it ends without the bracket
-    others = ("plan.yaml",) if command == "diff" else ()
+    arguments = {
+        "apply": ("apply", "bad.yaml", "-o", "out"),
+        "diff": ("plan", "diff", "bad.yaml", "plan.yaml"),
+    }.get(command, ("plan", command, "bad.yaml"))
     before = {path: path.read_bytes() for path in Path().iterdir()}
-    line = fail(capsys, "plan", command, "bad.yaml", *others)
+    line = fail(capsys, *arguments)
     assert line.startswith(f"gccompress: bad.yaml: line {wanted}: ") and message in line
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
 

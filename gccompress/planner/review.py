@@ -22,7 +22,7 @@ from gccompress.plan import (
     ShareOutput,
     plan_params,
 )
-from gccompress.plan_file import PlanFile, decoder_shape
+from gccompress.plan_file import PlanFile
 from gccompress.planned import Opened, open_planned
 from gccompress.planner.choice import perplexities, planned_model
 from gccompress.planner.latency import speedup
@@ -222,9 +222,6 @@ def check_plan(
             longer what the plan was made with.
     """
     file = PlanFile.open(plan)
-    recorded = decoder_shape(file.plan)
-    if recorded is not None:
-        file.check_sizes(recorded)
     cache = cache_folder(cache_dir)
     damping_of(file.plan)  # what does not fit is found before the model is opened
     opened = open_planned(

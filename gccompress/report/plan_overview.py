@@ -12,7 +12,7 @@ from rich.table import Table
 from gccompress.errors import PlanError
 from gccompress.files import new_file
 from gccompress.plan import Plan, Prediction
-from gccompress.plan_file import Cell, PlanFile, planned_roles
+from gccompress.plan_file import Cell, PlanFile, cells, planned_roles
 from gccompress.roles import Role
 
 LEGEND = (
@@ -116,7 +116,7 @@ def show_plan(plan: Plan | str | Path) -> PlanOverview:
         PlanError: no plan, or an invalid move; names its line.
     """
     file = PlanFile.open(plan)
-    return PlanOverview(file, file.cells())
+    return PlanOverview(file, cells(file.plan))
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def diff_plans(before: Plan | str | Path, after: Plan | str | Path) -> PlanDiff:
         PlanError: one of them is no plan, or contradicts itself; names the line.
     """
     files = PlanFile.open(before), PlanFile.open(after)
-    old, new = (file.cells() for file in files)
+    old, new = (cells(file.plan) for file in files)
     absent = Cell("absent", "absent", share=None)  # in a model without this layer or projection
     changes = [
         Change(role, layer, old.get((role, layer), absent), new.get((role, layer), absent))
