@@ -1,7 +1,7 @@
 """Measures a latency table: the parts of a prefill inside the model, and products of all sizes.
 
-A noisy machine disturbs both sides of a ratio: parts are shares of their pass, and a product is
-timed in turns with a reference product.
+A noisy machine disturbs both sides of a ratio: a product is timed in turns with a reference
+product, and the least disturbed of several times counts.
 """
 
 import copy
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 SWEEPS = 3  # over all that is timed, so that one disturbance spoils one of them
 PASSES = 2  # of the whole model in a sweep
-REPEATS = 3  # of a product in a sweep, each between two of the reference
+REPEATS = 3  # of a product in a sweep, in turns with the reference
 SLOW_PASS = 10.0  # seconds; a model that takes longer is timed once a sweep
 RANKS, WIDTHS = 12, 10  # points of a curve
 STEP = 32  # points are multiples of this, halved until this many of them fit
@@ -207,16 +207,21 @@ def _table(
     )
 
 
-class _Clock:
-    """Moments on a device's own time line, so that nothing waits for it while it is timed."""
+class Clock:
+    """Moments on the time line of what computes, be it a GPU that nothing waits for meanwhile.
+
+    A single CPU thread has a clock that stands still while other programs have its core.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        """Choose the clock of a device."""
         self._cuda = device.type == "cuda"
+        self._read = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def now(self) -> Any:
         """Return this moment; on a GPU, when it gets here."""
         if not self._cuda:
-            return time.perf_counter()
+            return self._read()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -230,17 +235,16 @@ class _Clock:
 
 
 class _Passes:
-    """The parts of whole passes: every layer, its MLP and its products, as shares of their pass."""
+    """The parts of whole passes: every layer, its MLP and its products."""
 
     def __init__(self, view: ModelView, tokens: int) -> None:
-        self._view, self._clock = view, _Clock(view.model.device)
+        self._view, self._clock = view, Clock(view.model.device)
         generator = torch.Generator().manual_seed(0)
         vocabulary = view.model.config.get_text_config().vocab_size
         ids = torch.randint(0, vocabulary, (1, tokens), generator=generator)
         self._ids = ids.to(view.model.device)
         self._names = dict(self._watched())
-        self._shares: dict[str, list[float]] = {name: [] for name in [*self._names, ""]}
-        self._totals: list[float] = []
+        self._least = dict.fromkeys([*self._names, ""], math.inf)
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules to time by full name: layers, MLPs, products."""
@@ -258,7 +262,7 @@ class _Passes:
         return self._clock.seconds(start, self._clock.now())
 
     def run(self) -> None:
-        """Time one pass; the time outside all layers is kept under the empty name."""
+        """Time one pass; the time outside all layers goes under the empty name."""
         starts: dict[str, Any] = {}
         stops: dict[str, Any] = {}
         with ExitStack() as stack:
@@ -271,13 +275,12 @@ class _Passes:
             start = self._clock.now()
             next_logits(self._view.model, self._ids, new_cache(self._view.model))
             stop = self._clock.now()
-        total = self._clock.seconds(start, stop)
         found = {name: self._clock.seconds(starts[name], stops[name]) for name in self._names}
         layers = [f"{self._view.spec.layers}.{i}" for i in range(self._view.num_layers)]
+        total = self._clock.seconds(start, stop)
         found[""] = total - sum(found[name] for name in layers)
-        self._totals.append(total)
         for name, seconds in found.items():
-            self._shares[name].append(seconds / total)
+            self._least[name] = min(self._least[name], seconds)
 
     def _note(self, moments: dict[str, Any], name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -286,9 +289,8 @@ class _Passes:
         return hook
 
     def seconds(self, names: Sequence[str]) -> float:
-        """Return the seconds of one pass in such modules, the mean over `names`."""
-        shares = [statistics.median(self._shares[name]) for name in names]
-        return statistics.median(self._totals) * sum(shares) / len(shares)
+        """Return the least seconds of one pass in a module, the mean over modules."""
+        return statistics.mean(self._least[name] for name in names)
 
 
 def mlp_name(view: ModelView, layer: int) -> str:
@@ -302,7 +304,7 @@ class Products:
     def __init__(self, view: ModelView, tokens: int) -> None:
         """Make the reference: a product of the shape of Q."""
         self._view, self._tokens = view, tokens
-        self._clock = _Clock(view.model.device)
+        self._clock = Clock(view.model.device)
         self._generator = torch.Generator(view.model.device).manual_seed(0)
         rows, columns = view.shape(Role.Q, 0)
         self._reference = self._work(self.linear(columns, rows), columns)
@@ -339,16 +341,15 @@ class Products:
         return ConcatLinear([self.linear(columns, rows) for rows, columns in shapes], False)
 
     def time(self, key: str, module: nn.Module, columns: int, repeats: int) -> None:
-        """Time a module that reads `[1, tokens, columns]`, each time between two references."""
+        """Time a module that reads `[1, tokens, columns]`, in turns with the reference."""
         work = self._work(module, columns)
         self._seconds(work, 1)
         calls = max(1, math.ceil(SAMPLE_SECONDS / max(self._seconds(work, 1), 1e-9)))
-        before = self._seconds(self._reference, calls)
+        ours, reference = [], [self._seconds(self._reference, calls)]
         for _ in range(repeats):
-            seconds = self._seconds(work, calls)
-            after = self._seconds(self._reference, calls)
-            self._ratios.setdefault(key, []).append(2 * seconds / (before + after))
-            before = after
+            ours.append(self._seconds(work, calls))
+            reference.append(self._seconds(self._reference, calls))
+        self._ratios.setdefault(key, []).append(min(ours) / min(reference))
 
     def ratio(self, key: str) -> float:
         """Return the time of what was timed under `key`, in those of the reference."""
