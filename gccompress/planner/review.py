@@ -39,7 +39,7 @@ from gccompress.view import ModelView, model_shape
 if TYPE_CHECKING:
     from rich.table import Table
 
-REMADE = "its numbers were made again by plan check, as its moves had others"
+REMADE = "numbers made again by plan check; those in the file were not its moves'"
 NUMBERS = ("saves", "loss", "gain")  # of a move, which follow from what it does
 PERPLEXITIES = ("dense_ppl", "ppl", "ppl_low", "ppl_high")  # of a prediction
 TOLERANCE = 2e-3  # relative: losses are written to four digits, and machines differ in the last
