@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gccompress.errors import GccompressError, ModelError
-from gccompress.sources import Alias, ModelSource, known_aliases, read_config, resolve
+from gccompress.errors import CheckpointError, GccompressError, ModelError
+from gccompress.sources import (
+    COMPRESSED,
+    Alias,
+    ModelSource,
+    known_aliases,
+    read_config,
+    resolve,
+)
 from gccompress.weight_files import read_header, weight_files
 
 if TYPE_CHECKING:
@@ -90,6 +97,14 @@ def open_model(
     assert source.path is not None
     from gccompress.strict_loading import load_tokenizer, load_weights
 
+    config = read_config(source.path)
+    if config["model_type"].startswith(COMPRESSED):
+        from gccompress.verification import check_structure
+
+        try:
+            check_structure(source.path)
+        except CheckpointError as error:
+            raise ModelError(str(error)) from error
     tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
     placed = {} if target.type == "cpu" else {"device_map": {"": target}}
     loaded = load_weights(
@@ -99,7 +114,7 @@ def open_model(
         trust_remote_code=trust_remote_code,
         **placed,
     )
-    if isinstance(read_config(source.path).get("text_config"), dict):
+    if isinstance(config.get("text_config"), dict):
         loaded = _text_part(loaded)
     _compare_vocabulary(source, loaded, tokenizer)
     return LoadedModel(loaded, tokenizer, source)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from gccompress import verify
 from gccompress.apply import apply_plan
 from gccompress.checkpoints import load_checkpoint, save_checkpoint
-from gccompress.errors import CheckpointError, NumericalError
+from gccompress.errors import CheckpointError, ModelError, NumericalError
 from gccompress.models import open_model
 from gccompress.plan import DropLayers
 from tests.test_apply import DAMPING, plan_for
@@ -292,3 +292,13 @@ def test_the_loader_itself_reads_no_file_outside_the_folder(folder: Path, name: 
     change_index(folder, name)
     with pytest.raises(RuntimeError, match="wanted files in the folder"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("case", ["weights linked", "adapter", "config: not fitting"])
+def test_every_command_that_opens_it_checks_its_structure(
+    folder: Path, case: str, tmp_path: Path
+) -> None:
+    damage, message = STRUCTURE[case]
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
+        open_model(folder, cache_dir=tmp_path)
