@@ -29,7 +29,7 @@ from gccompress.weight_source import WeightSource
 
 logger = logging.getLogger("gccompress")
 
-VERSION = 1  # of the measurement; results kept by another version are not taken up again
+VERSION = 2  # of the measurement; results kept by another version are not taken up again
 MEMORY = 2_500_000_000  # bytes that weights and vectors of all workers may take together
 
 WIDEST_ITEMSIZE = 4  # bytes a number as a weight may come from its file

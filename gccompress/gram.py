@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,13 +33,11 @@ class ExactGram:
 
     Attributes:
         weight: `[out, in]`, without the scale.
-        rounded: the same, in bf16 where the device multiplies that several times faster.
         gram: `W^T W` when `in <= out`, else `W W^T`, without the scale.
         scale: `[in]` or `[out]`, what the side of `gram` is multiplied by; None is all ones.
     """
 
     weight: Tensor
-    rounded: Tensor
     gram: Tensor
     scale: Tensor | None = None
 
@@ -46,15 +45,19 @@ class ExactGram:
     def of(cls, weight: Tensor) -> "ExactGram":
         """Compute the Gram matrix of a weight `[out, in]`."""
         tall = weight.shape[1] <= weight.shape[0]
-        worth = weight.dtype == torch.float32 and min(weight.shape) >= _ROUNDED_FROM
-        fast = worth and multiplies_bf16(weight.device)
-        rounded = weight.bfloat16() if fast else weight
-        return cls(weight, rounded, _gram(weight.T if tall else weight))
+        return cls(weight, _gram(weight.T if tall else weight))
 
     @property
     def tall(self) -> bool:
         """Whether `gram` is that of the input side."""
         return self.weight.shape[1] <= self.weight.shape[0]
+
+    @cached_property
+    def rounded(self) -> Tensor:
+        """The weight without the scale, in bf16 where products of that are much faster."""
+        worth = self.weight.dtype == torch.float32 and min(self.weight.shape) >= _ROUNDED_FROM
+        fast = worth and multiplies_bf16(self.weight.device)
+        return self.weight.bfloat16() if fast else self.weight
 
     def scaled_gram(self) -> Tensor:
         """Return the Gram matrix with the scale on both sides."""

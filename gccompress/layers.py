@@ -199,7 +199,7 @@ def _from_gram(gram: ExactGram, seed: int, raw: Ritz | None) -> Ritz:
 
 
 def _beside(near: Tensor, rows: Tensor) -> Tensor:
-    """Return the first of `near` and the last `_FRESH` of random `rows`, `_BLOCK` in all.
+    """Return the first rows of `near` and `_FRESH` or more random ones, `_BLOCK` in all.
 
     The random ones find what the others have no part of.
     """
