@@ -38,7 +38,7 @@ PASSES = 2  # of the whole model in a sweep
 REPEATS = 3  # of a product in a sweep, in turns with the reference
 SLOW_PASS = 10.0  # seconds; a model that takes longer is timed once a sweep
 RANKS, WIDTHS = 12, 10  # points of a curve
-STEP = 32  # points are multiples of this, halved until this many of them fit
+STEP = 32  # points are multiples of this, halved until so many of them fit
 MULTIPLES_AT_LEAST = 6
 SAMPLE_SECONDS = 2e-4  # a shorter product is timed several times over
 
@@ -112,11 +112,11 @@ def measure_latency(view: ModelView, measured: Measured) -> LatencyTable:
         passes.seconds_of_one()
         repeats = REPEATS if passes.seconds_of_one() < SLOW_PASS else 1
 
-        def time(key: str) -> None:
+        def one(key: str) -> None:
             products.time(key, jobs[key].make(), jobs[key].columns, repeats)
 
         sweep: list[Callable[[], None]] = [passes.run] * PASSES
-        sweep += [partial(time, key) for key in jobs]
+        sweep += [partial(one, key) for key in jobs]
         for step in track(sweep * SWEEPS, "Timing this device (parts)"):
             step()
     return _table(view, measured, passes, products)
@@ -155,7 +155,9 @@ def _joined(roles: Sequence[Role]) -> str:
 def _fused(view: ModelView) -> tuple[tuple[Role, ...], ...]:
     """Return the roles of every fused weight."""
     sites = [view.site(role, 0) for role in view.roles]
-    return tuple({tuple(role for role, _, _ in one.parts) for one in sites if one.fused})
+    return tuple(
+        dict.fromkeys(tuple(role for role, _, _ in one.parts) for one in sites if one.fused)
+    )
 
 
 def _table(
