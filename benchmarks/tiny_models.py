@@ -30,7 +30,7 @@ SEQLEN, TEST_TOKENS = 256, 24 * 512
 VOCABULARY = 2048
 MULTIPLE = 8  # of ranks and widths in plans: a quarter of the smallest matrix at 32
 SPECIAL = PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-BATCH, STEPS, WARMUP, LEAST_SHARE = 8, 1100, 50, 0.02
+BATCH, STEPS, WARMUP, LEAST_SHARE = 8, 600, 40, 0.02
 BETAS, LARGEST_NORM = (0.9, 0.95), 1.0
 
 SHAPE: dict[str, Any] = {

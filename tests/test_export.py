@@ -273,3 +273,33 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(UnsupportedModelError, match="WordLevel, wanted BPE"):
         vocabulary(PreTrainedTokenizerFast(tokenizer_object=words), VOCAB)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", [*GGUF, "sentencepiece"])
+def test_llama_cpp_reads_the_file_and_agrees(family: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("xllamacpp", reason="needs pip install xllamacpp")
+    tokenizer = llama_like() if family == "sentencepiece" else tiny_tokenizer()
+    family = "llama" if family == "sentencepiece" else family
+    model = tiny_model(family, **GGUF[family])
+    layout = mixed_layout(model)
+    compress_in_place(model, layout, random_tensors(layout))
+    done = export(saved(model, tmp_path / "small", tokenizer), tmp_path / "gguf", format="gguf")
+    options = llama_cpp.CommonParams()
+    options.model.path = str(done.path / "model.gguf")
+    options.n_ctx, options.cpuparams.n_threads, options.warmup = 128, 1, False
+    server = llama_cpp.Server(options)
+    compared = 0
+    for prompt in ("a", "the", "The river rose in spring and the people"):
+        request = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "logprobs": 4}
+        answer = server.handle_completions(request)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        assert answer["usage"]["prompt_tokens"] == ids.shape[1]
+        found = answer["choices"][0]["logprobs"]
+        if found is None:  # the most likely token is half a letter
+            continue
+        shares = logits_of(model, ids)[0, -1].log_softmax(-1)
+        for token in found["content"][0]["top_logprobs"]:
+            assert abs(token["logprob"] - float(shares[token["id"]])) < 0.02  # its cache is f16
+            compared += 1
+    assert compared
