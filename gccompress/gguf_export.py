@@ -137,13 +137,13 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     [arch] = [key for key, name in MODEL_ARCH_NAMES.items() if name == architecture]
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise UnsupportedModelError(f"GGUF has no name for {name}; {_ADVICE}")
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            query = name.endswith("q_proj.weight")
+        if found == "output.weight" and config.tie_word_embeddings:
+            continue
+        if architecture == "llama" and found.endswith(("attn_q.weight", "attn_k.weight")):
+            query = found.endswith("attn_q.weight")
             tensor = _interleaved(
                 tensor, config.num_attention_heads if query else config.num_key_value_heads
             )

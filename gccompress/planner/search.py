@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # Measured over predicted loss by kind of move, where no probe says better: the middle of what
 # docs/method.md measured.
 USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
-LOSS_TRIES = 4  # probes that a budget of loss may take to be met by measurement
+LOSS_TRIES = 6  # probes that a budget of loss may take to be met by measurement
 
 Moves = list[AnyMove]
 Found = dict[Strategy, Moves | PlanError]
@@ -339,9 +339,9 @@ class Search:
                 best = moves
             if 0.9 * limit <= rise <= limit or not moves:
                 break
-            aim *= min(max(limit / max(rise, 1e-6), 0.4), 2.5) * (0.97 if rise > limit else 1.0)
+            aim *= min(max(limit / max(rise, 1e-6), 0.4), 2.5) * (0.9 if rise > limit else 1.0)
             again = self._moves(name, Budget(max_loss=aim), scales)
-            if isinstance(again, PlanError) or again == moves:
+            if isinstance(again, PlanError) or (again == moves and rise <= limit):
                 break
             moves = again
         if best is None:
