@@ -19,13 +19,14 @@ from gccompress.moves import applied
 from gccompress.plan import (
     DropLayers,
     Plan,
+    Prediction,
     ResizeMlp,
     ShareInput,
     ShareOutput,
     move_params,
     plan_params,
 )
-from gccompress.planner import STRATEGIES, PlanOptions, budget_of, choose, make_plan
+from gccompress.planner import STRATEGIES, PlanOptions, band, budget_of, choose, make_plan
 from gccompress.planner.survey import bases, survey
 from gccompress.recipe import Recipe
 from gccompress.roles import PAPER_SPACE, Role
@@ -181,6 +182,36 @@ def test_auto_measures_no_worse_than_any_single_strategy(loaded: LoadedModel, ca
         assert measured["auto"] <= min(ppl for ppl in plans if ppl is not None)
         dense = choice.plan.prediction.dense_ppl
         assert measured["rtn8"] == pytest.approx(dense, rel=0.02)
+
+
+def test_what_was_measured_narrows_the_bands_of_what_was_not(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """A plan that a later run does not probe is predicted from what earlier ones measured."""
+
+    def ranks(keep: float, **options: Any) -> Prediction:
+        found = choose(
+            loaded,
+            budget_of(keep, None),
+            options=PlanOptions(**{**vars(OPTIONS), "strategy": "prune", **options}),
+            calibration=CALIBRATION,
+            cache_dir=str(tmp_path),
+        )
+        [prediction] = [one.prediction for one in found.candidates if one.strategy == "ranks"]
+        assert prediction is not None
+        return prediction
+
+    def width(found: Prediction) -> float:
+        assert found.ppl is not None and found.ppl_low is not None and found.ppl_high is not None
+        assert found.ppl_low < found.ppl < found.ppl_high
+        return math.log(found.ppl_high / found.dense_ppl) / math.log(found.ppl / found.dense_ppl)
+
+    alone = ranks(0.6)
+    measured = ranks(0.7, probe="all")
+    taught = ranks(0.6)
+    assert measured.measured and not alone.measured and not taught.measured
+    assert width(taught) < width(alone)
+    assert measured.ppl < taught.ppl
 
 
 def test_without_a_probe_the_band_is_wide_and_says_so(loaded: LoadedModel, cache: str) -> None:
@@ -358,12 +389,15 @@ def test_groups_are_shared_whatever_longest_says(
 
 
 def test_a_hopeless_prediction_is_still_a_number(
-    loaded: LoadedModel, cache: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gccompress.planner.choice.UNPROBED_SCALE", (1e3, 1e5, 1e7))
+    monkeypatch.setitem(band.USUAL, "rank", band.Kind(1e6, 3.0))
     budget = budget_of(0.3, None)
-    options = PlanOptions(**{**vars(OPTIONS), "strategy": "lowrank", "multiple": 1})
-    choice = choose(loaded, budget, options=options, calibration=CALIBRATION, cache_dir=cache)
+    options = PlanOptions(**{**vars(OPTIONS), "strategy": "prune", "multiple": 1})
+    choice = choose(
+        loaded, budget, options=options, calibration=CALIBRATION, cache_dir=str(tmp_path)
+    )
+    assert any((one.prediction.ppl or 0) > 1e40 for one in choice.candidates if one.prediction)
     for one in choice.to_dict(Path("plan.yaml"))["candidates"]:
         for name in ("predicted_ppl", "predicted_ppl_low", "predicted_ppl_high"):
             assert one[name] is None or math.isfinite(one[name])

@@ -13,8 +13,8 @@ from gccompress.linalg import Damping
 from gccompress.models import LoadedModel, open_model
 from gccompress.moments import Fisher
 from gccompress.plan import Budget, Plan, PlannedModel
+from gccompress.planner.band import Band
 from gccompress.planner.candidates import Choice
-from gccompress.planner.probe import Probe
 from gccompress.recipe import Recipe
 from gccompress.sizes import ModelShape, bytes_of
 from gccompress.view import ModelView
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 Strategy = Literal["auto", "ranks", "width", "plain", "share", "lowrank", "prune"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
-# Measured over predicted loss without a probe: METHOD's measurements lie between 1.8 and 3.4.
-UNPROBED_SCALE = (1.5, 2.5, 4.0)
 LARGEST_NLL = 100.0  # nats per token that are shown as a perplexity; far beyond any use
 HEADER_BYTES = 4096  # of a safetensors file, and about this much again per 30 tensors
 
@@ -210,20 +208,9 @@ def options_of(recipe: Recipe) -> tuple[PlanOptions, CalibrationOptions]:
     )
 
 
-def perplexities(dense_nll: float | None, loss: float, probe: Probe | None) -> dict[str, float]:
-    """Return dense, expected, low and high perplexity; nothing where the dense NLL is unknown.
-
-    Probed: the measurement and two standard errors. Otherwise the second-order prediction times
-    the range of ratios that docs/method.md measured.
-    """
-    if dense_nll is None:
-        return {}
-    if probe is None:
-        low, middle, high = (loss * scale for scale in UNPROBED_SCALE)
-    else:
-        margin = 2 * probe.error if math.isfinite(probe.error) else abs(probe.rise)
-        low, middle, high = probe.rise - margin, probe.rise, probe.rise + margin
-    rises = {"dense_ppl": 0.0, "ppl": middle, "ppl_low": low, "ppl_high": high}
+def perplexities(dense_nll: float, band: Band) -> dict[str, float]:
+    """Return dense, expected, low and high perplexity, for a rise of the loss in a band."""
+    rises = {"dense_ppl": 0.0, "ppl": band.rise, "ppl_low": band.low, "ppl_high": band.high}
     # Bounded: the second order of a hopeless plan is beyond what a float can hold as perplexity.
     return {name: math.exp(min(dense_nll + rise, LARGEST_NLL)) for name, rise in rises.items()}
 

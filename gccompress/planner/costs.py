@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gccompress.errors import PlanError
-from gccompress.plan import AnyMove
+from gccompress.plan import AnyMove, DropLayers, ResizeMlp
+from gccompress.planner.band import USUAL
 from gccompress.planner.latency import LatencyTable
 from gccompress.planner.survey import Segment, Width
 
@@ -80,4 +81,22 @@ def meet(
 
 def total_loss(moves: Sequence[AnyMove]) -> float:
     """Return the predicted nats per token of moves, uncalibrated."""
-    return sum(move.loss or 0.0 for move in moves)
+    return sum(losses_by_kind(moves).values())
+
+
+def losses_by_kind(moves: Sequence[AnyMove]) -> dict[str, float]:
+    """Return the predicted nats per token of moves, uncalibrated, by kind as `band.USUAL` has."""
+    found = dict.fromkeys(USUAL, 0.0)
+    for move in moves:
+        found[_kind(move)] += move.loss or 0.0
+    return found
+
+
+def _kind(move: AnyMove) -> str:
+    match move:
+        case DropLayers():
+            return "drop"
+        case ResizeMlp():
+            return "width"
+        case _:
+            return "rank"

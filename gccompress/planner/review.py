@@ -24,7 +24,9 @@ from gccompress.plan import (
 )
 from gccompress.plan_file import PlanFile
 from gccompress.planned import Opened, open_planned
+from gccompress.planner.band import extrapolated
 from gccompress.planner.choice import perplexities, planned_model
+from gccompress.planner.costs import losses_by_kind
 from gccompress.planner.latency import speedup
 from gccompress.planner.probe import Prober
 from gccompress.planner.reprice import energy_lost, reprice
@@ -262,7 +264,7 @@ def _by_moments(
     if heldout is not None and probed:  # without what other runs measured: it is checked here
         prober = Prober(view, moments, damping, heldout)
         measured = prober.measure(plan.strategy, plan.moves)
-        rises = perplexities(prober.dense_nll, loss, measured)
+        rises = perplexities(prober.dense_nll, measured.band)
         found = found.model_copy(update={**rises, "measured": True})
     missed = _missed(plan, found)
     if plan.budget.speedup is not None:
@@ -333,7 +335,8 @@ def _prediction(
     same = stated.params == total and not any(one.differs for one in moves)
     if stated.dense_ppl is None or (same and _near(stated.loss, found.loss)):
         return found
-    rises = perplexities(math.log(stated.dense_ppl), loss, None)
+    band = extrapolated(losses_by_kind([one.found for one in moves]), known=())
+    rises = perplexities(math.log(stated.dense_ppl), band)
     return found.model_copy(update={**rises, "measured": False})
 
 

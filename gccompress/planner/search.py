@@ -1,7 +1,7 @@
 """One model's search for plans: calibrated and priced once, then any number of budgets."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from typing import cast
@@ -15,14 +15,13 @@ from gccompress.models import LoadedModel, stored_dtype
 from gccompress.plan import (
     AnyMove,
     Budget,
-    DropLayers,
     Plan,
     Prediction,
-    ResizeMlp,
     plan_params,
 )
 from gccompress.planner import strategies
 from gccompress.planner.allocate import Allocation, Costs, Params, Scales
+from gccompress.planner.band import USUAL
 from gccompress.planner.candidates import Candidate, Choice
 from gccompress.planner.choice import (
     STRATEGIES,
@@ -33,7 +32,7 @@ from gccompress.planner.choice import (
     perplexities,
     planned_model,
 )
-from gccompress.planner.costs import Nanoseconds, meet, total_loss
+from gccompress.planner.costs import Nanoseconds, losses_by_kind, meet, total_loss
 from gccompress.planner.latency import LatencyTable, speedup
 from gccompress.planner.probe import Prober
 from gccompress.planner.survey import QUANTIZED_BITS, QUANTIZED_GROUP, Segment, bases, survey
@@ -44,9 +43,8 @@ from gccompress.view import ModelView, model_shape
 
 logger = logging.getLogger(__name__)
 
-# Measured over predicted loss by kind of move, where no probe says better: the middle of what
-# docs/method.md measured.
-USUAL_SCALES = Scales(rank=2.5, width=3.0, drop=1.1)
+# Measured over predicted loss by kind of move, where no probe says better.
+USUAL_SCALES = Scales(**{name: kind.scale for name, kind in USUAL.items()})
 LOSS_TRIES = 6  # probes that a budget of loss may take to be met by measurement
 
 Moves = list[AnyMove]
@@ -105,10 +103,6 @@ class Search:
             self.calibrated.heldout,
             self._cache,
         )
-
-    @property
-    def _dense_nll(self) -> float | None:
-        return None if self.prober is None else self.prober.dense_nll
 
     @cached_property
     def latency(self) -> LatencyTable:
@@ -357,14 +351,13 @@ class Search:
             return Candidate(name, (), None, reason=str(moves))
         decoder, total = plan_params(tuple(moves), self.shape)
         loss = total_loss(moves)
-        probe = self.prober.found.get(name) if self.prober else None
         prediction = Prediction(
             params_kept=decoder / self.shape.decoder_params(),
             params=total,
             bytes=total * self.shape.bytes_per_param,
             loss=loss,
-            **perplexities(self._dense_nll, loss, probe),
-            measured=probe is not None,
+            **self._perplexities(name, moves),
+            measured=self.prober is not None and name in self.prober.found,
         )
         if budget.speedup is not None:
             return Candidate(
@@ -374,22 +367,30 @@ class Search:
         limit = before / (decoder + self.shape.head_params)
         return Candidate(name, tuple(moves), prediction, limit)
 
+    def _perplexities(self, name: str, moves: Sequence[AnyMove]) -> dict[str, float]:
+        """Return a candidate's perplexities, measured or extrapolated; none without a prober."""
+        if self.prober is None:
+            return {}
+        probe = self.prober.found.get(name)
+        band = self.prober.extrapolated(moves) if probe is None else probe.band
+        return perplexities(self.prober.dense_nll, band)
+
     def _quantized(self, bits: int) -> Candidate:
         """Return the reference row of round-to-nearest on all decoder projections."""
         decoder = self.shape.decoder_params()
         rest = self.shape.total_params - decoder
         per_weight = bits + (16 + bits) / QUANTIZED_GROUP
         loss = self.priced.quantized[bits]
-        probe = self.prober.found[f"rtn{bits}"] if self.prober else None
+        name = f"rtn{bits}"
         prediction = Prediction(
             params_kept=1.0,
             params=self.shape.total_params,
             bytes=rest * self.shape.bytes_per_param + int(decoder * per_weight / 8),
             loss=loss,
-            **perplexities(self._dense_nll, loss, probe),
-            measured=probe is not None,
+            **self._perplexities(name, ()),
+            measured=self.prober is not None,
         )
-        return Candidate(f"rtn{bits}", (), prediction, reason="reference: same shapes, fewer bits")
+        return Candidate(name, (), prediction, reason="reference: same shapes, fewer bits")
 
     def _recorded(self) -> dict[str, str | int | float | bool | None]:
         options = self.options
@@ -409,14 +410,4 @@ def _saves(moves: Moves) -> int:
 
 def _scaled_loss(moves: Moves, scales: Scales) -> float:
     """Return the predicted nats per token of moves, each kind times its scale."""
-    return sum(
-        (move.loss or 0.0)
-        * (
-            scales.drop
-            if isinstance(move, DropLayers)
-            else scales.width
-            if isinstance(move, ResizeMlp)
-            else scales.rank
-        )
-        for move in moves
-    )
+    return sum(getattr(scales, kind) * loss for kind, loss in losses_by_kind(moves).items())
